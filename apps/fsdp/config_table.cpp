@@ -1,0 +1,192 @@
+#include "apps/fsdp/config_table.h"
+
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "apps/fsdp/edit_distance.h"
+#include "fsdp/base/check.h"
+#include "models/presets.h"
+
+namespace fsdp::app {
+namespace {
+
+// A captureless accessor for `expression`, a member of TrainConfig.
+#define FIELD(expression) \
+  [](TrainConfig & config) -> auto& { return config.expression; }
+
+template <typename T, typename Accessor>
+Target target(Accessor accessor) {
+  return static_cast<T& (*)(TrainConfig&)>(accessor);
+}
+
+template <typename Accessor>
+Field integer(std::string_view key, std::string_view meaning, Accessor accessor, double minimum, double maximum) {
+  return {key, meaning, target<std::int64_t>(accessor), minimum, maximum};
+}
+template <typename Accessor>
+Field number(std::string_view key, std::string_view meaning, Accessor accessor, double minimum, double maximum) {
+  return {key, meaning, target<double>(accessor), minimum, maximum};
+}
+template <typename Accessor>
+Field flag(std::string_view key, std::string_view meaning, Accessor accessor) {
+  return {key, meaning, target<bool>(accessor)};
+}
+template <typename Accessor>
+Field text(std::string_view key, std::string_view meaning, Accessor accessor, std::vector<std::string_view> choices = {}) {
+  return {.key = key, .meaning = meaning, .target = target<std::string>(accessor), .choices = std::move(choices)};
+}
+template <typename Accessor>
+Field texts(std::string_view key, std::string_view meaning, Accessor accessor, bool required) {
+  return {.key = key, .meaning = meaning, .target = target<TextList>(accessor), .required = required};
+}
+
+constexpr double kMany = 1e9;
+
+std::vector<Field> make_fields() {
+  return {
+      text("model.preset", "size by name; the other model keys override it", FIELD(model.preset), models::preset_names()),
+      integer("model.vocabulary", "token kinds; text is read as bytes, so at least 256", FIELD(model.shape.vocabulary), 256, kMany),
+      integer("model.layers", "transformer blocks", FIELD(model.shape.layers), 1, 10000),
+      integer("model.width", "features a token", FIELD(model.shape.width), 1, 1 << 20),
+      integer("model.heads", "query heads", FIELD(model.shape.heads), 1, 65536),
+      integer("model.kv_heads", "key and value heads", FIELD(model.shape.kv_heads), 1, 65536),
+      integer("model.ffn_width", "features inside the feed-forward", FIELD(model.shape.ffn_width), 1, 1 << 22),
+      integer("model.max_context", "longest sequence in tokens", FIELD(model.shape.max_context), 1, kMany),
+      number("model.rope_theta", "base of the rotary frequencies", FIELD(model.shape.rope_theta), 1, 1e12),
+      number("model.norm_epsilon", "added under the root of RMSNorm", FIELD(model.shape.norm_epsilon), 1e-12, 1),
+      flag("model.tied_embeddings", "output head = token embedding", FIELD(model.shape.tied_embeddings)),
+
+      texts("data.files", "plain text files, read as bytes", FIELD(data.files), true),
+      number("data.validation_fraction", "share of the bytes held out, from the end", FIELD(data.validation_fraction), 0.0001, 0.9),
+
+      texts("mesh.axes", "\"name=size\" of each axis, the last varies fastest; empty: \"dp\" of all ranks", FIELD(mesh.axes), false),
+
+      text("parallel.strategy", "what is sharded; hsdp and hfsdp need two mesh axes", FIELD(parallel.strategy),
+           {"ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"}),
+      text("parallel.prefetch", "which units are gathered early", FIELD(parallel.prefetch), {"none", "depth", "recorded", "delayed_release"}),
+      integer("parallel.prefetch_amount", "units ahead, or releases held back", FIELD(parallel.prefetch_amount), 1, 1000),
+      text("parallel.reshard", "what happens to gathered weights after forward", FIELD(parallel.reshard), {"automatic", "after_forward", "never"}),
+      flag("parallel.keep_last", "the last unit of forward stays gathered until its backward", FIELD(parallel.keep_last)),
+      flag("parallel.keep_first", "the first unit stays gathered between microbatches", FIELD(parallel.keep_first)),
+      integer("parallel.reduction_delay", "packed units held back before their reduction", FIELD(parallel.reduction_delay), 0, 1000),
+      flag("parallel.unify_communication_stream", "gathers and reductions share one stream", FIELD(parallel.unify_communication_stream)),
+      text("parallel.reduce", "when gradients of several microbatches are reduced", FIELD(parallel.reduce), {"every_microbatch", "last_microbatch"}),
+      text("parallel.param_dtype", "of gathered weights and compute", FIELD(parallel.param_dtype), {"fp32", "bf16"}),
+      text("parallel.reduce_dtype", "of gradients on the wire", FIELD(parallel.reduce_dtype), {"fp32", "bf16"}),
+
+      text("optimizer.name", "update rule", FIELD(optimizer.name), {"adamw", "sgd"}),
+      number("optimizer.learning_rate", "highest learning rate", FIELD(optimizer.learning_rate), 0, 1000),
+      number("optimizer.beta1", "adamw: decay of the first moment", FIELD(optimizer.beta1), 0, 0.999999),
+      number("optimizer.beta2", "adamw: decay of the second moment", FIELD(optimizer.beta2), 0, 0.999999),
+      number("optimizer.momentum", "sgd: momentum", FIELD(optimizer.momentum), 0, 0.999999),
+      number("optimizer.weight_decay", "of matrices; norms have none", FIELD(optimizer.weight_decay), 0, 100),
+      integer("optimizer.warmup_steps", "steps of linear warm-up", FIELD(optimizer.warmup_steps), 0, kMany),
+      text("optimizer.decay", "shape of the learning rate after warm-up", FIELD(optimizer.decay), {"constant", "linear", "cosine"}),
+      number("optimizer.final_fraction", "last learning rate as a share of the highest", FIELD(optimizer.final_fraction), 0, 1),
+      number("optimizer.clip_norm", "largest gradient norm; 0: no clipping", FIELD(optimizer.clip_norm), 0, 1e12),
+
+      integer("run.steps", "optimizer steps", FIELD(run.steps), 1, kMany),
+      integer("run.batch", "sequences a step, over all ranks and microbatches", FIELD(run.batch), 1, 1 << 24),
+      integer("run.context", "tokens a sequence", FIELD(run.context), 1, 1 << 24),
+      integer("run.microbatches", "backwards a step", FIELD(run.microbatches), 1, 1 << 20),
+      integer("run.ranks", "in-process ranks; --ranks overrides it", FIELD(run.ranks), 1, 256),
+      integer("run.seed", "of weights, data order and sampling", FIELD(run.seed), 0, 9e15),
+      integer("run.eval_interval", "steps between evaluations; 0: only at the end", FIELD(run.eval_interval), 0, kMany),
+      integer("run.eval_batches", "batches of held-out text an evaluation", FIELD(run.eval_batches), 1, 1 << 20),
+      integer("run.log_interval", "steps between printed lines", FIELD(run.log_interval), 1, kMany),
+      integer("run.sample_length", "tokens of text sampled at the end; 0: none", FIELD(run.sample_length), 0, 1 << 20),
+      text("run.sample_prompt", "text that the sample continues", FIELD(run.sample_prompt)),
+      number("run.sample_temperature", "0: always the likeliest byte", FIELD(run.sample_temperature), 0, 100),
+      number("run.max_seconds", "training ends at the next step after so long; 0: no limit", FIELD(run.max_seconds), 0, 1e9),
+  };
+}
+#undef FIELD
+
+template <typename T>
+bool holds(const Target& target) {
+  return std::holds_alternative<T& (*)(TrainConfig&)>(target);
+}
+
+std::string show(const Value& value) {
+  return std::visit(
+      [](const auto& v) -> std::string {
+        using T = std::decay_t<decltype(v)>;
+        if constexpr (std::is_same_v<T, TextList>) {
+          return fmt::format("[\"{}\"]", fmt::join(v, "\", \""));
+        } else if constexpr (std::is_same_v<T, std::string>) {
+          return fmt::format("\"{}\"", v);
+        } else {
+          return fmt::format("{}", v);
+        }
+      },
+      value);
+}
+
+}  // namespace
+
+const std::vector<Field>& config_fields() {
+  static const std::vector<Field> fields = make_fields();
+  return fields;
+}
+
+const Field& find_field(std::string_view key, const std::string& origin) {
+  const Field* nearest = nullptr;
+  std::size_t best = std::string_view::npos;
+  for (const Field& field : config_fields()) {
+    if (field.key == key) return field;
+    if (const auto distance = edit_distance(key, field.key); distance < best) {
+      best = distance;
+      nearest = &field;
+    }
+  }
+  throw UsageError(fmt::format("{}: unknown key {}; the nearest is {}, `fsdp train --list-keys` shows all", origin, key, nearest->key));
+}
+
+std::string expectation(const Field& field) {
+  if (!field.choices.empty()) return fmt::format("one of {}", fmt::join(field.choices, ", "));
+  if (holds<bool>(field.target)) return "true or false";
+  if (holds<std::string>(field.target)) return "a text";
+  if (holds<TextList>(field.target)) return "a list of texts";
+  return fmt::format("{} from {} to {}", holds<std::int64_t>(field.target) ? "an integer" : "a number", field.minimum, field.maximum);
+}
+
+void assign(const Field& field, TrainConfig& config, const Value& value, const std::string& origin) {
+  const bool accepted = std::visit(
+      [&](auto accessor) {
+        using T = std::decay_t<decltype(accessor(config))>;
+        T result;
+        if (const T* same = std::get_if<T>(&value)) {
+          result = *same;
+        } else if (const auto* whole = std::get_if<std::int64_t>(&value); whole != nullptr && std::is_same_v<T, double>) {
+          if constexpr (std::is_same_v<T, double>) result = static_cast<double>(*whole);
+        } else {
+          return false;
+        }
+        if constexpr (std::is_same_v<T, std::int64_t> || std::is_same_v<T, double>) {
+          // Written so that nan is refused as well.
+          const auto plain = static_cast<double>(result);
+          if (!(plain >= field.minimum && plain <= field.maximum)) return false;
+        }
+        if constexpr (std::is_same_v<T, std::string>) {
+          if (!field.choices.empty() && std::ranges::find(field.choices, result) == field.choices.end()) return false;
+        }
+        accessor(config) = std::move(result);
+        return true;
+      },
+      field.target);
+  FSDP_CHECK(accepted, UsageError, "{}: {}: expected {}, got {}", origin, field.key, expectation(field), show(value));
+  if (field.key == "model.preset") config.model.shape = *models::find_preset(config.model.preset);
+}
+
+std::string describe_fields(TrainConfig config) {
+  std::string result;
+  for (const Field& field : config_fields()) {
+    const Value value = std::visit([&](auto accessor) { return Value(accessor(config)); }, field.target);
+    result += fmt::format("{:<38} = {:<18}  # {}; {}\n", field.key, field.required ? "(required)" : show(value), field.meaning, expectation(field));
+  }
+  return result;
+}
+
+}  // namespace fsdp::app

@@ -1,0 +1,52 @@
+#include "apps/fsdp/run_log.h"
+
+#include <nlohmann/json.hpp>
+
+#include "apps/fsdp/output_path.h"
+#include "fsdp/base/check.h"
+
+namespace fsdp::app {
+
+RunLog::RunLog(const std::filesystem::path& path) : path_(path) {
+  if (path_.empty()) return;
+  make_parent_folder(path_, "--log");
+  file_.open(path_, std::ios::trunc);
+  FSDP_CHECK(file_.good(), UsageError, "--log: cannot write {}", path_.string());
+}
+
+void RunLog::step(const StepResult& result) {
+  write({{"event", "step"},
+         {"step", result.step},
+         {"loss", result.loss},
+         {"grad_norm", result.grad_norm},
+         {"lr", result.learning_rate},
+         {"tokens_per_second", result.tokens_per_second()},
+         {"step_ms", result.seconds * 1e3},
+         {"peak_bytes", result.peak_bytes},
+         {"exposed", result.exposed}});
+}
+
+void RunLog::validation(std::int64_t step, double loss) { write({{"event", "validation"}, {"step", step}, {"validation_loss", loss}}); }
+
+void RunLog::done(const RunResult& result) {
+  nlohmann::ordered_json object{{"event", result.interrupted ? "interrupted" : "done"}};
+  object["validation_loss"] = result.validation_loss ? nlohmann::ordered_json(*result.validation_loss) : nlohmann::ordered_json();
+  object.update({{"parameters", result.parameters},
+                 {"ranks", result.ranks},
+                 {"steps", result.steps},
+                 {"seconds", result.seconds},
+                 {"tokens_per_second", result.tokens_per_second()},
+                 {"exposed", result.exposed},
+                 {"peak_bytes", result.peak_bytes},
+                 {"skipped_steps", result.skipped_steps},
+                 {"out_of_time", result.out_of_time}});
+  write(object);
+}
+
+void RunLog::write(const nlohmann::ordered_json& object) {
+  if (path_.empty()) return;
+  file_ << object.dump() + "\n" << std::flush;
+  FSDP_CHECK(file_.good(), Error, "writing the log {} failed: is the disk full?", path_.string());
+}
+
+}  // namespace fsdp::app

@@ -1,0 +1,177 @@
+#include "apps/fsdp/trainer.h"
+
+#include <ATen/TensorOperators.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "apps/fsdp/config_check.h"
+#include "apps/fsdp/evaluation.h"
+#include "apps/fsdp/interrupt.h"
+#include "apps/fsdp/settings.h"
+#include "fsdp/module/call.h"
+#include "fsdp/optim/adamw.h"
+#include "fsdp/optim/clip_grad_norm.h"
+#include "fsdp/optim/sgd.h"
+#include "models/sampling.h"
+
+namespace fsdp::app {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+models::TransformerConfig on_meta(models::TransformerConfig shape) {
+  shape.device = c10::kMeta;
+  return shape;
+}
+
+std::unique_ptr<ShardedOptimizer> make_optimizer(FsdpContext& context, const OptimizerConfig& config) {
+  const ParameterOptionsFunction no_decay_of_vectors = [](const std::string&, at::IntArrayRef sizes) {
+    ParameterOptions options;
+    if (sizes.size() <= 1) options.weight_decay = 0.0;
+    return options;
+  };
+  if (config.name == "sgd") {
+    const SgdOptions options{.learning_rate = config.learning_rate, .momentum = config.momentum, .weight_decay = config.weight_decay};
+    return std::make_unique<Sgd>(context, options, no_decay_of_vectors);
+  }
+  const AdamWOptions options{
+      .learning_rate = config.learning_rate, .beta1 = config.beta1, .beta2 = config.beta2, .weight_decay = config.weight_decay};
+  return std::make_unique<AdamW>(context, options, no_decay_of_vectors);
+}
+
+// A sampled text on one line: bytes that are not printable ASCII are shown as escapes.
+std::string printable(const std::vector<std::int64_t>& bytes) {
+  std::string text;
+  for (const auto byte : bytes) {
+    if (byte == '\n' || (byte >= ' ' && byte <= '~')) {
+      text += static_cast<char>(byte);
+    } else {
+      text += fmt::format("\\x{:02x}", byte);
+    }
+  }
+  return text;
+}
+
+}  // namespace
+
+Trainer::Trainer(World world, const TrainShared& shared)
+    : world_(std::move(world)),
+      shared_(shared),
+      config_(shared.config),
+      model_(on_meta(config_.model.shape)),
+      agreement_(world_),
+      context_(FsdpContext::create(DeviceMesh(world_, mesh_axes(config_)), context_options(config_))),
+      profiler_(leads() ? shared.profile : std::filesystem::path{}, world_.runtime(), static_cast<int>(world_.rank().value()), config_.run.steps) {
+  models::shard_transformer(*context_, model_, unit_options(config_));
+  const auto init = [&](const std::string& name, at::Tensor& whole, at::Generator& generator) {
+    models::initialize_transformer(config_.model.shape, name, whole, generator);
+  };
+  context_->materialize(init, {.seed = static_cast<std::uint64_t>(config_.run.seed)});
+  optimizer_ = make_optimizer(*context_, config_.optimizer);
+}
+
+RunResult Trainer::run() {
+  const auto& run = config_.run;
+  result_.parameters = config_.model.shape.parameter_count();
+  result_.ranks = world_.size();
+  double exposed_seconds = 0;
+  for (std::int64_t index = 0; index < run.steps; ++index) {
+    profiler_.before_step(index);
+    StepResult step_result;
+    const Stop stop = step(index, step_result);
+    result_.steps = step_result.step;
+    result_.seconds += step_result.seconds;
+    result_.tokens += step_result.tokens;
+    exposed_seconds += step_result.exposed * step_result.seconds;
+    report(step_result);
+    if (stop.interrupted || stop.out_of_time) {
+      result_.interrupted = stop.interrupted;
+      result_.out_of_time = stop.out_of_time && !stop.interrupted;
+      break;
+    }
+    if (run.eval_interval > 0 && result_.steps % run.eval_interval == 0 && result_.steps < run.steps) evaluate(result_.steps);
+  }
+  result_.exposed = result_.seconds > 0 ? exposed_seconds / result_.seconds : 0;
+  result_.skipped_steps = optimizer_->skipped_steps();
+  if (const auto overlap = profiler_.finish(); !overlap.empty()) print(overlap);
+  if (!result_.interrupted) {
+    evaluate(result_.steps);
+    if (run.sample_length > 0) sample();
+  }
+  print(to_string(context_->memory_report()));
+  return result_;
+}
+
+Trainer::Stop Trainer::step(std::int64_t index, StepResult& result) {
+  const auto& run = config_.run;
+  const auto start = Clock::now();
+  const auto blocked_before = world_.runtime()->blocked_time();
+  result.step = index + 1;
+  result.learning_rate = learning_rate_schedule(config_).at(index);
+  optimizer_->set_learning_rate(result.learning_rate);
+
+  // All ranks and microbatches hold equally many tokens, so the mean of their means is the mean over the global batch;
+  // the library averages over the ranks.
+  const auto at_once = run.batch / (world_.size() * run.microbatches);
+  double loss_sum = 0;
+  for (std::int64_t micro = 0; micro < run.microbatches; ++micro) {
+    const auto first = (micro * world_.size() + world_.rank().value()) * at_once;
+    const auto batch = shared_.data.train_batch(index, first, at_once);
+    auto scope = context_->microbatch({.is_last = micro + 1 == run.microbatches});
+    const auto loss = call(model_, &models::TransformerImpl::loss, batch.tokens, batch.targets);
+    (run.microbatches == 1 ? loss : loss / static_cast<double>(run.microbatches)).backward();
+    loss_sum += loss.item<double>();
+  }
+  const double clip = config_.optimizer.clip_norm;
+  const auto norm = clip > 0 ? clip_grad_norm_(*context_, clip) : grad_norm(*context_);
+  optimizer_->step(norm);
+  result_.peak_bytes = std::max(result_.peak_bytes, context_->memory_report().total().value() + optimizer_->state_bytes().value());
+  optimizer_->zero_grad();
+
+  const bool late = run.max_seconds > 0 && result_.seconds + seconds_since(start) >= run.max_seconds;
+  const auto sums = agreement_.sum({loss_sum, interrupted() ? 1.0 : 0.0, late ? 1.0 : 0.0});
+  result.loss = sums[0] / static_cast<double>(world_.size() * run.microbatches);
+  result.grad_norm = norm.item<double>();
+  result.tokens = run.batch * run.context;
+  result.peak_bytes = result_.peak_bytes;
+  result.seconds = seconds_since(start);
+  result.exposed = static_cast<double>(world_.runtime()->blocked_time() - blocked_before) * 1e-9 / result.seconds;
+  return {.interrupted = sums[1] > 0, .out_of_time = sums[2] > 0};
+}
+
+void Trainer::evaluate(std::int64_t steps_done) {
+  const double loss = validation_loss(model_, shared_.data, config_.run, world_, agreement_);
+  result_.validation_loss = loss;
+  if (!leads()) return;
+  shared_.log.validation(steps_done, loss);
+  shared_.progress.line(fmt::format("validation loss {:.4f} after {} steps", loss, steps_done));
+}
+
+void Trainer::report(const StepResult& result) {
+  if (!leads()) return;
+  shared_.log.step(result);
+  shared_.progress.step(result);
+}
+
+void Trainer::sample() {
+  const auto& run = config_.run;
+  std::vector<std::int64_t> prompt;
+  for (const char c : run.sample_prompt) prompt.push_back(static_cast<unsigned char>(c));
+  const auto added = models::sample_tokens(model_, prompt,
+                                           {.length = run.sample_length,
+                                            .context = run.context,
+                                            .temperature = run.sample_temperature,
+                                            .seed = static_cast<std::uint64_t>(run.seed)});
+  print(fmt::format("sample:\n{}{}", run.sample_prompt, printable(added)));
+}
+
+void Trainer::print(const std::string& text) {
+  if (leads()) shared_.progress.line(text);
+}
+
+}  // namespace fsdp::app

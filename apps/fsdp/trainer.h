@@ -1,0 +1,60 @@
+// One rank's part of a training run: model, context, optimizer, and the loop over the steps.
+//
+// All ranks make a Trainer and call run(); only rank 0 reports. They stop at the same step: whether to go on is decided
+// from sums over all ranks.
+#pragma once
+
+#include <memory>
+
+#include "apps/fsdp/agreement.h"
+#include "apps/fsdp/profiler.h"
+#include "apps/fsdp/progress.h"
+#include "apps/fsdp/run_log.h"
+#include "apps/fsdp/text_dataset.h"
+#include "apps/fsdp/train_config.h"
+#include "fsdp/module/context.h"
+#include "fsdp/optim/optimizer.h"
+#include "models/transformer.h"
+
+namespace fsdp::app {
+
+// Shared by the ranks; they outlive all trainers.
+struct TrainShared {
+  const TrainConfig& config;
+  const TextDataset& data;
+  Progress& progress;  // rank 0 only
+  RunLog& log;         // rank 0 only
+  std::filesystem::path profile;
+};
+
+class Trainer {
+ public:
+  Trainer(World world, const TrainShared& shared);
+
+  RunResult run();
+
+ private:
+  struct Stop {
+    bool interrupted = false;
+    bool out_of_time = false;
+  };
+  // Fills `result`; the answer is equal on all ranks.
+  Stop step(std::int64_t index, StepResult& result);
+  void evaluate(std::int64_t steps_done);
+  void report(const StepResult& result);
+  void sample();
+  void print(const std::string& text);
+  [[nodiscard]] bool leads() const { return world_.rank() == Rank(0); }
+
+  World world_;
+  const TrainShared& shared_;
+  const TrainConfig& config_;
+  models::Transformer model_;
+  Agreement agreement_;
+  std::shared_ptr<FsdpContext> context_;
+  std::unique_ptr<ShardedOptimizer> optimizer_;
+  Profiler profiler_;
+  RunResult result_;
+};
+
+}  // namespace fsdp::app

@@ -1,0 +1,33 @@
+// The errors the library throws. The type says what the caller should do; the message says what was expected, what
+// came, and where (rank, unit, parameter). The library never prints, exits or aborts.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace fsdp {
+
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// The call or its arguments are wrong: fix the call. Nothing was changed.
+class UsageError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A peer failed, left or came too late: the communicators involved are unusable until they are rebuilt or reset.
+class CommunicationError : public Error {
+ public:
+  using Error::Error;
+};
+
+// The library broke its own invariant: please report it.
+class InternalError : public Error {
+ public:
+  using Error::Error;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,235 @@
+#include "fsdp/comm/threads/threads_group.h"
+
+#include <cstring>
+
+#include "fsdp/base/check.h"
+#include "fsdp/comm/reduce_kernels.h"
+
+namespace fsdp {
+namespace {
+
+std::size_t byte_count(std::int64_t elements, c10::ScalarType dtype) { return static_cast<std::size_t>(elements) * c10::elementSize(dtype); }
+
+const std::byte* at_element(const void* base, std::int64_t index, c10::ScalarType dtype) {
+  return static_cast<const std::byte*>(base) + byte_count(index, dtype);
+}
+std::byte* at_element(void* base, std::int64_t index, c10::ScalarType dtype) { return static_cast<std::byte*>(base) + byte_count(index, dtype); }
+
+void copy(void* to, const void* from, std::int64_t elements, c10::ScalarType dtype) {
+  if (elements > 0 && to != from) std::memcpy(to, from, byte_count(elements, dtype));
+}
+
+std::int64_t sum_before(const std::vector<std::int64_t>& counts, int index) {
+  std::int64_t total = 0;
+  for (int i = 0; i < index; ++i) total += counts[i];
+  return total;
+}
+
+}  // namespace
+
+class ThreadsBackend final : public CommunicatorBackend {
+ public:
+  ThreadsBackend(std::shared_ptr<ThreadsGroup> group, int rank) : group_(std::move(group)), rank_(rank) {}
+  void execute(const Collective& operation) override { group_->execute(rank_, operation); }
+  void abort(const std::string& reason) override { group_->abort(reason); }
+  void reset() override { group_->reset(rank_); }
+
+ private:
+  std::shared_ptr<ThreadsGroup> group_;
+  int rank_;
+};
+
+ThreadsGroup::ThreadsGroup(std::string name, std::vector<int> members, std::chrono::milliseconds deadline)
+    : name_(std::move(name)), members_(std::move(members)), deadline_(deadline), operations_(members_.size()), arrived_(members_.size()),
+      resetting_(members_.size()), offers_(members_.size() * members_.size()) {}
+
+std::shared_ptr<CommunicatorBackend> ThreadsGroup::join(std::shared_ptr<ThreadsGroup> group, int group_rank) {
+  return std::make_shared<ThreadsBackend>(std::move(group), group_rank);
+}
+
+void ThreadsGroup::abort(const std::string& reason) {
+  {
+    std::lock_guard lock(mutex_);
+    if (aborted_.empty()) aborted_ = reason;
+  }
+  changed_.notify_all();
+}
+
+void ThreadsGroup::throw_aborted(int rank, const Collective& operation) const {
+  detail::fail<CommunicationError>("rank {}: {} on communicator {} was aborted: {}", members_[rank], describe(operation), name_, aborted_);
+}
+
+void ThreadsGroup::meet(int rank, const Collective& operation) {
+  std::unique_lock lock(mutex_);
+  if (!aborted_.empty()) throw_aborted(rank, operation);
+  arrived_[rank] = true;
+  if (++arrived_count_ == static_cast<int>(members_.size())) {
+    arrived_.assign(members_.size(), false);
+    arrived_count_ = 0;
+    ++generation_;
+    lock.unlock();
+    changed_.notify_all();
+    return;
+  }
+  const auto mine = generation_;
+  const bool in_time = changed_.wait_for(lock, deadline_, [&] { return generation_ != mine || !aborted_.empty(); });
+  if (generation_ != mine) return;
+  if (in_time) throw_aborted(rank, operation);
+  std::string missing;
+  for (std::size_t r = 0; r < members_.size(); ++r) {
+    if (!arrived_[r]) missing += (missing.empty() ? "" : ", ") + std::to_string(members_[r]);
+  }
+  aborted_ = fmt::format("rank {}: {} on communicator {} waited {} ms; missing ranks: {}", members_[rank], describe(operation), name_,
+                         deadline_.count(), missing);
+  lock.unlock();
+  changed_.notify_all();
+  throw CommunicationError(aborted_);
+}
+
+// Every rank compares after the first meeting, so all of them throw.
+void ThreadsGroup::compare_operations() {
+  const Collective& first = operations_[0];
+  for (std::size_t r = 1; r < operations_.size(); ++r) {
+    const Collective& other = operations_[r];
+    const bool equal = first.kind == other.kind && first.count == other.count && first.dtype == other.dtype && first.peer == other.peer &&
+                       first.reduce == other.reduce && first.sequence == other.sequence &&
+                       (first.label == other.label || std::strcmp(first.label, other.label) == 0);
+    FSDP_CHECK(equal, CommunicationError,
+               "communicator {}: ranks run different operations: rank {} {}, rank {} {}; every rank must run the same units in the same order",
+               name_, members_[0], describe(first), members_[r], describe(other));
+  }
+  if (first.kind != trace::Kind::all_to_all) return;
+  for (std::size_t from = 0; from < operations_.size(); ++from) {
+    for (std::size_t to = 0; to < operations_.size(); ++to) {
+      FSDP_CHECK((*operations_[from].send_counts)[to] == (*operations_[to].receive_counts)[from], CommunicationError,
+                 "communicator {}: {}: rank {} sends {} elements to rank {}, which expects {}", name_, describe(first), members_[from],
+                 (*operations_[from].send_counts)[to], members_[to], (*operations_[to].receive_counts)[from]);
+    }
+  }
+}
+
+void ThreadsGroup::execute(int rank, const Collective& operation) {
+  if (operation.kind == trace::Kind::send_recv) return exchange_with_peer(rank, operation);
+  {
+    std::lock_guard lock(mutex_);
+    if (!aborted_.empty()) throw_aborted(rank, operation);  // before others' view of this rank changes under them
+  }
+  operations_[rank] = operation;
+  if (members_.size() > 1) meet(rank, operation);
+  try {
+    compare_operations();
+    move_data(rank, operation);
+  } catch (const Error& error) {
+    abort(error.what());
+    throw;
+  }
+  if (members_.size() > 1) meet(rank, operation);
+}
+
+void ThreadsGroup::move_data(int rank, const Collective& operation) {
+  const auto count = operation.count;
+  const auto dtype = operation.dtype;
+  const int size = static_cast<int>(members_.size());
+  const void* sends[256];
+  FSDP_INVARIANT(size <= 256);
+  switch (operation.kind) {
+    case trace::Kind::all_gather:
+      for (int r = 0; r < size; ++r) copy(at_element(operation.receive, r * count, dtype), operations_[r].send, count, dtype);
+      break;
+    case trace::Kind::reduce_scatter:
+      for (int r = 0; r < size; ++r) sends[r] = at_element(operations_[r].send, rank * count, dtype);
+      reduce_on_cpu({sends, static_cast<std::size_t>(size)}, operation.receive, count, dtype, operation.reduce);
+      break;
+    case trace::Kind::all_reduce: {
+      // Each rank reduces one part into its own receive buffer, then the parts are copied around. In place is safe: a
+      // rank writes only its own part before the meeting, and the others read only theirs.
+      const auto part = [&](int r) { return count * r / size; };
+      for (int r = 0; r < size; ++r) sends[r] = at_element(operations_[r].send, part(rank), dtype);
+      reduce_on_cpu({sends, static_cast<std::size_t>(size)}, at_element(operation.receive, part(rank), dtype), part(rank + 1) - part(rank), dtype,
+                    operation.reduce);
+      if (size > 1) meet(rank, operation);
+      for (int r = 0; r < size; ++r) {
+        if (r != rank) copy(at_element(operation.receive, part(r), dtype), at_element(operations_[r].receive, part(r), dtype), part(r + 1) - part(r), dtype);
+      }
+      break;
+    }
+    case trace::Kind::broadcast:
+      copy(operation.receive, operations_[operation.peer].send, count, dtype);
+      break;
+    case trace::Kind::all_to_all: {
+      std::int64_t offset = 0;
+      for (int r = 0; r < size; ++r) {
+        const auto n = (*operation.receive_counts)[r];
+        copy(at_element(operation.receive, offset, dtype), at_element(operations_[r].send, sum_before(*operations_[r].send_counts, rank), dtype), n, dtype);
+        offset += n;
+      }
+      break;
+    }
+    default:
+      break;  // barrier: the meetings are all there is
+  }
+}
+
+void ThreadsGroup::exchange_with_peer(int rank, const Collective& operation) {
+  const int from = operation.sending ? rank : operation.peer;
+  const int to = operation.sending ? operation.peer : rank;
+  Offer& offer = offers_[from * members_.size() + to];
+  std::unique_lock lock(mutex_);
+  const auto wait_until = [&](auto condition) {
+    const bool in_time = changed_.wait_for(lock, deadline_, [&] { return condition() || !aborted_.empty(); });
+    if (condition()) return;
+    if (in_time) throw_aborted(rank, operation);
+    aborted_ = fmt::format("rank {}: {} on communicator {} waited {} ms for rank {}", members_[rank], describe(operation), name_, deadline_.count(),
+                           members_[operation.peer]);
+    changed_.notify_all();
+    throw CommunicationError(aborted_);
+  };
+  if (operation.sending) {
+    wait_until([&] { return !offer.present; });  // an earlier message of this pair
+    offer = {operation, true, false};
+    changed_.notify_all();
+    wait_until([&] { return offer.taken; });
+    offer.present = false;
+    changed_.notify_all();
+    return;
+  }
+  wait_until([&] { return offer.present && !offer.taken; });
+  if (offer.operation.count != operation.count || offer.operation.dtype != operation.dtype) {
+    aborted_ = fmt::format("communicator {}: rank {} sends {}, but rank {} expects {}", name_, members_[from], describe(offer.operation), members_[to],
+                           describe(operation));
+    changed_.notify_all();
+    throw CommunicationError(aborted_);
+  }
+  copy(operation.receive, offer.operation.send, operation.count, operation.dtype);
+  offer.taken = true;
+  changed_.notify_all();
+}
+
+void ThreadsGroup::reset(int rank) {
+  std::unique_lock lock(mutex_);
+  if (!resetting_[rank]) ++resetting_count_;
+  resetting_[rank] = true;
+  if (resetting_count_ == static_cast<int>(members_.size())) {
+    resetting_.assign(members_.size(), false);
+    resetting_count_ = 0;
+    arrived_.assign(members_.size(), false);
+    arrived_count_ = 0;
+    offers_.assign(offers_.size(), Offer{});
+    aborted_.clear();
+    ++reset_generation_;
+    changed_.notify_all();
+    return;
+  }
+  const auto mine = reset_generation_;
+  if (changed_.wait_for(lock, deadline_, [&] { return reset_generation_ != mine; })) return;
+  std::string missing;
+  for (std::size_t r = 0; r < members_.size(); ++r) {
+    if (!resetting_[r]) missing += (missing.empty() ? "" : ", ") + std::to_string(members_[r]);
+  }
+  resetting_[rank] = false;
+  --resetting_count_;
+  detail::fail<CommunicationError>("rank {}: reset of communicator {} waited {} ms; ranks that did not reset: {}", members_[rank], name_,
+                                   deadline_.count(), missing);
+}
+
+}  // namespace fsdp

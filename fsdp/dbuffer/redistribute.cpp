@@ -1,0 +1,52 @@
+#include "fsdp/dbuffer/redistribute.h"
+
+#include <cstring>
+
+#include "fsdp/base/check.h"
+#include "fsdp/layout/transition.h"
+
+namespace fsdp {
+
+void gather(const DBuffer& from, const DBuffer& to, const Stream& stream, const char* label) {
+  FSDP_INVARIANT(from.dtype() == to.dtype() && &from.layout() == &to.layout());
+  PlacementList placements = from.placements();
+  ElementRange range = from.range();
+  void* source = from.address(range.begin);
+  for (const RedistributionStep& step : plan_redistribution(from.placements(), to.placements())) {
+    FSDP_INVARIANT(step.transition == Transition::all_gather || step.transition == Transition::slice);
+    placements[step.axis] = to.placements()[step.axis];
+    const ElementRange next = from.layout().shard(placements, from.mesh().sizes(), from.mesh().coordinates());
+    if (step.transition == Transition::all_gather) {
+      from.mesh().communicator(step.axis, Use::gather).all_gather(source, to.address(next.begin), Elements(range.length()), from.dtype(), stream, label);
+      source = to.address(next.begin);
+    } else {
+      source = static_cast<std::byte*>(source) + (source == nullptr ? 0 : (next.begin - range.begin) * static_cast<std::int64_t>(c10::elementSize(from.dtype())));
+    }
+    range = next;
+  }
+  if (source != to.address(range.begin)) {  // nothing was gathered: a local copy
+    stream.enqueue([source, destination = to.address(range.begin), bytes = static_cast<std::size_t>(to.size().value())] {
+      std::memcpy(destination, source, bytes);
+    });
+  }
+}
+
+ElementRange reduce_in_place(const DBuffer& buffer, const PlacementList& to, const Stream& stream, const char* label) {
+  PlacementList placements = buffer.placements();
+  ElementRange range = buffer.range();
+  for (const RedistributionStep& step : plan_redistribution(buffer.placements(), to)) {
+    const Communicator& communicator = buffer.mesh().communicator(step.axis, Use::reduce);
+    void* data = buffer.address(range.begin);
+    if (step.transition == Transition::all_reduce) {
+      communicator.all_reduce(data, data, Elements(range.length()), buffer.dtype(), ReduceOp::sum, stream, label);
+    } else {
+      FSDP_INVARIANT(step.transition == Transition::reduce_scatter);
+      placements[step.axis] = Placement::flat;
+      range = buffer.layout().shard(placements, buffer.mesh().sizes(), buffer.mesh().coordinates());
+      communicator.reduce_scatter(data, buffer.address(range.begin), Elements(range.length()), buffer.dtype(), stream, label);
+    }
+  }
+  return range;
+}
+
+}  // namespace fsdp

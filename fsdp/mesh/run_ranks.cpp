@@ -1,0 +1,92 @@
+#include "fsdp/mesh/run_ranks.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "fsdp/base/check.h"
+#include "fsdp/comm/threads/threads_group.h"
+
+namespace fsdp {
+namespace {
+
+constexpr int kMaximumRanks = 256;  // in one process
+
+// The groups of one run, found by key by whichever member asks first.
+class GroupRegistry {
+ public:
+  explicit GroupRegistry(std::chrono::milliseconds deadline) : deadline_(deadline) {}
+
+  std::shared_ptr<ThreadsGroup> find_or_create(std::span<const int> ranks, const std::string& key) {
+    std::lock_guard lock(mutex_);
+    auto& group = groups_[key];
+    auto alive = group.lock();
+    if (!alive) {
+      alive = std::make_shared<ThreadsGroup>(key.substr(0, key.find('/')), std::vector<int>(ranks.begin(), ranks.end()), deadline_);
+      group = alive;
+      if (!failure_.empty()) alive->abort(failure_);
+    }
+    return alive;
+  }
+
+  void abort(const std::string& reason) {
+    std::lock_guard lock(mutex_);
+    if (failure_.empty()) failure_ = reason;
+    for (auto& [key, group] : groups_) {
+      if (auto alive = group.lock()) alive->abort(reason);
+    }
+  }
+
+ private:
+  std::chrono::milliseconds deadline_;
+  std::mutex mutex_;
+  std::map<std::string, std::weak_ptr<ThreadsGroup>> groups_;
+  std::string failure_;
+};
+
+}  // namespace
+
+void run_ranks(int size, const std::function<void(World)>& rank_main, const WorldOptions& options) {
+  FSDP_CHECK(size >= 1 && size <= kMaximumRanks, UsageError, "expected 1 to {} in-process ranks, got {}", kMaximumRanks, size);
+  auto registry = std::make_shared<GroupRegistry>(options.deadline);
+  const int threads_per_rank = std::max(1, at::get_num_threads() / size);
+  std::mutex mutex;
+  std::exception_ptr first_error;
+  const auto run = [&](int rank) {
+    at::set_num_threads(threads_per_rank);
+    auto backend = std::make_shared<World::Backend>();
+    backend->name = "threads";
+    backend->rank = Rank(rank);
+    backend->size = size;
+    backend->runtime = make_cpu_runtime();
+    backend->create_group = [registry](std::span<const int> ranks, int group_rank, const std::string& key) {
+      return ThreadsGroup::join(registry->find_or_create(ranks, key), group_rank);
+    };
+    backend->abort = [registry](const std::string& reason) { registry->abort(reason); };
+    const auto fail = [&](const std::string& what) {
+      {
+        std::lock_guard lock(mutex);
+        if (!first_error) first_error = std::current_exception();
+      }
+      registry->abort(fmt::format("rank {} failed: {}", rank, what));
+    };
+    try {
+      rank_main(World(std::move(backend)));
+    } catch (const std::exception& error) {
+      fail(error.what());
+    } catch (...) {
+      fail("an exception that is not a std::exception");
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) threads.emplace_back(run, rank);
+  for (auto& thread : threads) thread.join();
+  if (first_error) std::rethrow_exception(first_error);
+}
+
+}  // namespace fsdp

@@ -1,0 +1,71 @@
+#include "fsdp/mesh/world.h"
+
+#include <algorithm>
+#include <array>
+
+#include "fsdp/base/check.h"
+#include "fsdp/base/env.h"
+#include "fsdp/comm/simulated/simulated_backend.h"
+#include "fsdp/comm/threads/threads_group.h"
+#include "fsdp/runtime/simulated/simulated_runtime.h"
+
+namespace fsdp {
+
+World World::single() {
+  auto backend = std::make_shared<Backend>();
+  backend->name = "single";
+  backend->runtime = make_cpu_runtime();
+  backend->create_group = [](std::span<const int> ranks, int group_rank, const std::string& key) {
+    return ThreadsGroup::join(std::make_shared<ThreadsGroup>(key, std::vector<int>(ranks.begin(), ranks.end()), std::chrono::minutes(10)), group_rank);
+  };
+  return World(std::move(backend));
+}
+
+World World::from_environment() {
+  struct Launcher {
+    const char *name, *rank, *size;
+  };
+  constexpr std::array<Launcher, 3> launchers{{{"torchrun", "RANK", "WORLD_SIZE"},
+                                               {"mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
+                                               {"srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"}}};
+  for (const auto& launcher : launchers) {
+    const auto rank = env::integer(launcher.rank);
+    const auto size = env::integer(launcher.size);
+    if (!rank || !size) continue;
+    FSDP_CHECK(*size >= 1 && *rank >= 0 && *rank < *size, UsageError, "{} set {}={} and {}={}; expected a rank below the size", launcher.name,
+               launcher.rank, *rank, launcher.size, *size);
+    FSDP_CHECK(*size == 1, UsageError,
+               "{} started {} processes ({}), but this build of libfsdp joins ranks of one process only; start one process and use its in-process ranks",
+               launcher.name, *size, launcher.size);
+  }
+  return single();
+}
+
+World World::simulated(int size, const CostModel& costs) {
+  FSDP_CHECK(size >= 1, UsageError, "a simulated world needs at least 1 rank, got {}", size);
+  auto runtime = make_simulated_runtime(costs);
+  auto backend = std::make_shared<Backend>();
+  backend->name = "simulated";
+  backend->size = size;
+  backend->runtime = runtime;
+  backend->create_group = [runtime](std::span<const int> ranks, int, const std::string&) {
+    return make_simulated_backend(runtime, static_cast<int>(ranks.size()));
+  };
+  return World(std::move(backend));
+}
+
+Communicator World::create_communicator(std::span<const int> ranks, const std::string& name) const {
+  FSDP_CHECK(std::is_sorted(ranks.begin(), ranks.end()), UsageError, "communicator {}: expected ascending ranks", name);
+  const auto mine = std::find(ranks.begin(), ranks.end(), static_cast<int>(rank().value()));
+  FSDP_CHECK(mine != ranks.end(), UsageError, "communicator {}: rank {} is not among its ranks", name, rank().value());
+  const int group_rank = static_cast<int>(mine - ranks.begin());
+  // Every member makes its groups in the same order; two groups made at the same count differ in their first rank.
+  const std::string key = fmt::format("{}/{}/{}", name, backend_->groups_created++, ranks.front());
+  return Communicator(backend_->create_group(ranks, group_rank, key), backend_->runtime, Rank(group_rank), static_cast<int>(ranks.size()), name);
+}
+
+void World::abort(const std::string& reason) const {
+  if (backend_->abort) backend_->abort(reason);
+}
+
+}  // namespace fsdp

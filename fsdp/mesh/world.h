@@ -1,0 +1,65 @@
+// All ranks of a job, as one of them sees it: who it is, what it runs on, and how it makes groups with others.
+//
+// A value handle; one per rank. The world owns the rank's runtime and keeps the shared state of its groups alive.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "fsdp/base/types.h"
+#include "fsdp/comm/communicator.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/simulated/cost_model.h"
+
+namespace fsdp {
+
+struct WorldOptions {
+  // How long a collective may wait for its peers before it becomes an error on all of them.
+  std::chrono::milliseconds deadline = std::chrono::minutes(10);
+};
+
+class World {
+ public:
+  // One rank on the CPU.
+  static World single();
+
+  // From the variables of torchrun, mpirun or srun; without any, one rank. Throws UsageError when they name several
+  // ranks and this build has no backend that joins processes.
+  static World from_environment();
+
+  // Rank 0 of `size` equal ranks on a virtual clock; tensors live on the meta device.
+  static World simulated(int size, const CostModel& costs = {});
+
+  [[nodiscard]] Rank rank() const { return backend_->rank; }
+  [[nodiscard]] int size() const { return backend_->size; }
+  [[nodiscard]] const std::string& backend_name() const { return backend_->name; }
+  [[nodiscard]] const std::shared_ptr<Runtime>& runtime() const { return backend_->runtime; }
+
+  // A new group of the given world ranks (ascending, this rank among them). All of them call it, in the same order.
+  [[nodiscard]] Communicator create_communicator(std::span<const int> ranks, const std::string& name) const;
+
+  // What a backend fills in.
+  struct Backend {
+    std::string name;
+    Rank rank;
+    int size = 1;
+    std::shared_ptr<Runtime> runtime;
+    // -> backend of this rank in a group of `ranks`. `key` is equal on all its ranks and unique to the group.
+    std::function<std::shared_ptr<CommunicatorBackend>(std::span<const int> ranks, int group_rank, const std::string& key)> create_group;
+    // Makes every group of the job fail with this reason.
+    std::function<void(const std::string& reason)> abort;
+    int groups_created = 0;
+  };
+  explicit World(std::shared_ptr<Backend> backend) : backend_(std::move(backend)) {}
+
+  // Fails every group of the job, so that peers blocked on this rank end with `reason` instead of their deadline.
+  void abort(const std::string& reason) const;
+
+ private:
+  std::shared_ptr<Backend> backend_;
+};
+
+}  // namespace fsdp

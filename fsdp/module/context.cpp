@@ -1,0 +1,146 @@
+#include "fsdp/module/context.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/grad_mode.h>
+
+#include "fsdp/base/check.h"
+#include "fsdp/module/scheduler.h"
+
+namespace fsdp {
+namespace {
+
+// FNV-1a, fixed for all time: initial values must not depend on the standard library's hash.
+std::uint64_t hash_name(const std::string& name, std::uint64_t seed) {
+  std::uint64_t hash = 14695981039346656037ULL ^ seed;
+  for (unsigned char c : name) hash = (hash ^ c) * 1099511628211ULL;
+  return hash;
+}
+
+struct Found {
+  FsdpParameterGroup* group;
+  int index;
+};
+
+Found find_parameter(const std::vector<std::shared_ptr<FsdpModule>>& units, const std::string& name) {
+  for (const auto& unit : units) {
+    for (const auto& group : unit->groups()) {
+      for (std::size_t i = 0; i < group->parameters().size(); ++i) {
+        if (group->parameters()[i].name == name) return {group.get(), static_cast<int>(i)};
+      }
+    }
+  }
+  detail::fail<UsageError>("the context has no parameter \"{}\" (names are module paths from the root, such as \"layers.0.weight\")", name);
+}
+
+}  // namespace
+
+FsdpContext::FsdpContext(std::unique_ptr<Scheduler> scheduler) : scheduler_(std::move(scheduler)) {}
+FsdpContext::~FsdpContext() = default;
+
+std::shared_ptr<FsdpContext> FsdpContext::create(DeviceMesh mesh, ContextOptions options) {
+  return std::shared_ptr<FsdpContext>(new FsdpContext(std::make_unique<Scheduler>(std::move(mesh), std::move(options))));
+}
+
+FsdpModule& FsdpContext::fully_shard(const ModuleRef& module, const UnitOptions& options) { return scheduler_->add_unit({module.ptr()}, options); }
+
+FsdpModule& FsdpContext::fully_shard(const std::vector<ModuleRef>& modules, const UnitOptions& options) {
+  std::vector<std::shared_ptr<torch::nn::Module>> pointers;
+  for (const auto& module : modules) pointers.push_back(module.ptr());
+  return scheduler_->add_unit(std::move(pointers), options);
+}
+
+void FsdpContext::finalize() { scheduler_->finalize(); }
+
+void FsdpContext::materialize(const InitFunction& init, const MaterializeOptions& options) {
+  finalize();
+  for (auto* group : groups()) {
+    group->materialize([&](const std::string& name, at::Tensor& whole) {
+      at::Generator generator = at::detail::createCPUGenerator(hash_name(name, options.seed));
+      init(name, whole, generator);
+    });
+  }
+}
+
+std::vector<at::Tensor> FsdpContext::parameters() const {
+  std::vector<at::Tensor> leaves;
+  for (auto& [name, leaf] : named_parameters()) leaves.push_back(leaf);
+  return leaves;
+}
+
+std::vector<std::pair<std::string, at::Tensor>> FsdpContext::named_parameters() const {
+  scheduler_->finalize();
+  std::vector<std::pair<std::string, at::Tensor>> leaves;
+  for (const auto* group : groups()) {
+    for (const auto& p : group->parameters()) leaves.emplace_back(p.name, p.leaf);
+  }
+  return leaves;
+}
+
+at::Tensor FsdpContext::full_parameter(const std::string& name) {
+  scheduler_->finalize();
+  const auto [group, index] = find_parameter(units(), name);
+  return group->full_tensor(index, /*gradient=*/false, scheduler_->gather_stream());
+}
+
+at::Tensor FsdpContext::full_gradient(const std::string& name) {
+  scheduler_->finalize();
+  const auto [group, index] = find_parameter(units(), name);
+  return group->full_tensor(index, /*gradient=*/true, scheduler_->gather_stream());
+}
+
+FsdpContext::MicrobatchScope::MicrobatchScope(Scheduler& scheduler, const MicrobatchOptions& options)
+    : scheduler_(scheduler), previous_(scheduler.microbatch()) {
+  scheduler_.microbatch() = options;
+}
+FsdpContext::MicrobatchScope::~MicrobatchScope() { scheduler_.microbatch() = previous_; }
+FsdpContext::MicrobatchScope FsdpContext::microbatch(const MicrobatchOptions& options) { return {*scheduler_, options}; }
+
+void FsdpContext::finish_grad_sync() { scheduler_->finish_grad_sync(); }
+void FsdpContext::reset() { scheduler_->reset(); }
+
+FsdpContext::UnshardScope::UnshardScope(FsdpModule& unit) : unit_(unit), was_gathered_(unit.gathered()) { unit_.unshard(); }
+FsdpContext::UnshardScope::~UnshardScope() {
+  if (!was_gathered_) unit_.reshard();
+}
+
+const std::vector<std::shared_ptr<FsdpModule>>& FsdpContext::units() const { return scheduler_->units(); }
+
+FsdpModule& FsdpContext::unit(const std::string& name) const {
+  scheduler_->finalize();
+  std::string names;
+  for (const auto& unit : units()) {
+    if (unit->name() == name) return *unit;
+    names += (names.empty() ? "" : ", ") + unit->name();
+  }
+  detail::fail<UsageError>("the context has no unit \"{}\"; it has {}", name, names);
+}
+
+std::vector<std::string> FsdpContext::forward_order() const {
+  scheduler_->finalize();
+  std::vector<std::string> names;
+  for (int index : scheduler_->forward_order()) names.push_back(units()[index]->name());
+  return names;
+}
+
+std::vector<std::string> FsdpContext::backward_order() const {
+  scheduler_->finalize();
+  std::vector<std::string> names;
+  for (int index : scheduler_->backward_order()) names.push_back(units()[index]->name());
+  return names;
+}
+
+const DeviceMesh& FsdpContext::mesh() const { return scheduler_->mesh(); }
+const ContextOptions& FsdpContext::options() const { return scheduler_->options(); }
+MemoryReport FsdpContext::memory_report() const { return scheduler_->memory_report(); }
+ContextCounters FsdpContext::counters() const { return scheduler_->counters(); }
+void FsdpContext::reset_peaks() { scheduler_->reset_peaks(); }
+
+std::vector<FsdpParameterGroup*> FsdpContext::groups() const {
+  std::vector<FsdpParameterGroup*> groups;
+  for (const auto& unit : units()) {
+    for (const auto& group : unit->groups()) groups.push_back(group.get());
+  }
+  return groups;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,133 @@
+// The public face of sharded training: what the units of one or several roots share.
+//
+//   auto context = fsdp::FsdpContext::create(mesh, {.prefetch = fsdp::Prefetch::depth(1)});
+//   for (auto& block : *model->blocks) context->fully_shard(block, unit);   // children first
+//   context->fully_shard(model, unit);                                      // then parents
+//   torch::optim::AdamW optimizer(context->parameters());
+//
+// All ranks make the same calls in the same order. One host thread per rank uses a context; it outlives every graph
+// made under it. Modules keep their own parameter tensors for life (full shape, released storage while sharded); the
+// sharded leaves for optimizers are `parameters()`.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fsdp/mesh/device_mesh.h"
+#include "fsdp/module/fsdp_module.h"
+#include "fsdp/module/memory_report.h"
+#include "fsdp/module/module_ref.h"
+#include "fsdp/module/options.h"
+
+namespace fsdp {
+
+class Scheduler;
+
+// Fills one whole parameter. The generator is seeded from the name, so values are equal for every number of ranks.
+using InitFunction = std::function<void(const std::string& name, at::Tensor& whole, at::Generator& generator)>;
+
+struct MaterializeOptions {
+  std::uint64_t seed = 0;
+};
+
+// Counters since the context was made.
+struct ContextCounters {
+  std::int64_t unshards = 0;              // units gathered or refreshed
+  std::int64_t prefetched = 0;            // of them, before they were needed
+  std::int64_t reductions = 0;            // units reduced
+  std::int64_t order_mismatches = 0;      // of Prefetch::recorded
+  int peak_gathered_units = 0;
+  int peak_reduce_slots = 0;              // at most 2
+};
+
+class FsdpContext {
+ public:
+  static std::shared_ptr<FsdpContext> create(DeviceMesh mesh, ContextOptions options = {});
+  ~FsdpContext();  // waits for this rank's work in flight, frees everything; never communicates
+  FsdpContext(const FsdpContext&) = delete;
+  FsdpContext& operator=(const FsdpContext&) = delete;
+
+  // Makes one unit of a module, or of several that are used one after the other: its parameters that no nested unit
+  // owns are sharded, gathered and reduced together. Values of all ranks become rank 0's. Modules need hooks
+  // (FSDP_MODULE, Hooked) unless `options.register_hooks` is false. Throws UsageError before anything is changed.
+  FsdpModule& fully_shard(const ModuleRef& module, const UnitOptions& options = {});
+  FsdpModule& fully_shard(const std::vector<ModuleRef>& modules, const UnitOptions& options = {});
+
+  // Ends construction: names, roots, orders; logs one summary line. The first forward does it otherwise.
+  void finalize();
+
+  // Gives parameters built on the meta device their values, one whole unit in memory at a time. Finalizes.
+  void materialize(const InitFunction& init, const MaterializeOptions& options = {});
+
+  // The sharded leaves: one per parameter, in order of registration; 1-D, this rank's elements only (maybe none), in
+  // the main dtype. Their `.grad` is this rank's share of the reduced gradient.
+  [[nodiscard]] std::vector<at::Tensor> parameters() const;
+  [[nodiscard]] std::vector<std::pair<std::string, at::Tensor>> named_parameters() const;
+
+  // The whole value (or gradient, zeros where undefined) of one parameter, gathered from all ranks in the main dtype.
+  // All ranks call it. Blocks the host.
+  [[nodiscard]] at::Tensor full_parameter(const std::string& name);
+  [[nodiscard]] at::Tensor full_gradient(const std::string& name);
+
+  // Declares what the backwards until the scope's end are. Scopes nest; leaving restores what was before.
+  class [[nodiscard]] MicrobatchScope {
+   public:
+    MicrobatchScope(Scheduler& scheduler, const MicrobatchOptions& options);
+    ~MicrobatchScope();
+    MicrobatchScope(const MicrobatchScope&) = delete;
+    MicrobatchScope& operator=(const MicrobatchScope&) = delete;
+
+   private:
+    Scheduler& scheduler_;
+    MicrobatchOptions previous_;
+  };
+  MicrobatchScope microbatch(const MicrobatchOptions& options);
+  MicrobatchScope no_sync() { return microbatch({.is_last = false}); }
+
+  // Caller-driven mode: orders the current stream after every reduction of the step, once, before clip and optimizer.
+  // Throws UsageError naming a unit with half its gradients, or with gradients that nobody reduced.
+  void finish_grad_sync();
+
+  // After an exception, with all ranks alive: back to a clean sharded state; gradients of the step are dropped. All
+  // ranks call it. Blocks the host.
+  void reset();
+
+  // Weights of a unit gathered for reading while the scope lives.
+  class [[nodiscard]] UnshardScope {
+   public:
+    explicit UnshardScope(FsdpModule& unit);
+    ~UnshardScope();
+    UnshardScope(const UnshardScope&) = delete;
+    UnshardScope& operator=(const UnshardScope&) = delete;
+
+   private:
+    FsdpModule& unit_;
+    bool was_gathered_;
+  };
+  UnshardScope unshard_scope(FsdpModule& unit) { return UnshardScope(unit); }
+
+  [[nodiscard]] const std::vector<std::shared_ptr<FsdpModule>>& units() const;  // [order of registration]
+  [[nodiscard]] FsdpModule& unit(const std::string& name) const;                // throws UsageError listing the names
+  [[nodiscard]] std::vector<std::string> forward_order() const;
+  [[nodiscard]] std::vector<std::string> backward_order() const;
+  [[nodiscard]] const DeviceMesh& mesh() const;
+  [[nodiscard]] const ContextOptions& options() const;
+  [[nodiscard]] MemoryReport memory_report() const;
+  [[nodiscard]] ContextCounters counters() const;
+  void reset_peaks();
+
+  // Per-group access for optimizers; see module/parameter_group.h.
+  [[nodiscard]] std::vector<FsdpParameterGroup*> groups() const;
+
+ private:
+  explicit FsdpContext(std::unique_ptr<Scheduler> scheduler);
+  std::unique_ptr<Scheduler> scheduler_;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,113 @@
+// A unit: modules whose parameters are gathered and reduced together, and the primitives that drive it.
+//
+// In automatic mode the hooks of its modules do everything. Caller-driven (UnitOptions::register_hooks = false), an
+// outside scheduler calls unshard, reshard and reduce_gradients; several forwards and backwards may be under way, no
+// phase is assumed. Calls enqueue; the calling thread's current stream is ordered as each one says. Host thread of the
+// rank only.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fsdp/module/module_ref.h"
+#include "fsdp/module/options.h"
+#include "fsdp/module/parameter_group.h"
+#include "fsdp/runtime/stream.h"
+
+namespace fsdp {
+
+class ForwardScope;
+class Scheduler;
+
+class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
+ public:
+  using PostBackwardHook = std::function<void(FsdpModule&)>;
+
+  FsdpModule(Scheduler& scheduler, int index, std::vector<std::shared_ptr<torch::nn::Module>> modules, UnitOptions options);
+  ~FsdpModule();
+  FsdpModule(const FsdpModule&) = delete;
+  FsdpModule& operator=(const FsdpModule&) = delete;
+
+  [[nodiscard]] const std::string& name() const { return names_.unit; }  // module path from its root; "<root>" for a root
+  [[nodiscard]] int index() const { return index_; }
+  [[nodiscard]] const UnitOptions& options() const { return options_; }
+  [[nodiscard]] const std::vector<std::unique_ptr<FsdpParameterGroup>>& groups() const { return groups_; }
+  [[nodiscard]] bool gathered() const { return gathered_; }  // or on its way
+  [[nodiscard]] Bytes gathered_bytes() const { return gathered_bytes_; }  // while gathered, beyond what rests
+
+  // Gathers the weights unless they are gathered or on their way; in every case the current stream waits for this
+  // unit's gather, and for nothing else. `prefetch` also gathers what follows in that phase.
+  void unshard(std::optional<Phase> prefetch = std::nullopt);
+
+  // Drops the gathered weights, ordered after everything the current stream has enqueued so far. Nothing to do when
+  // nothing is gathered.
+  void reshard();
+
+  // Starts the reduction of gradients that are complete. Called by a post-backward hook.
+  void reduce_gradients();
+
+  // `hook` runs once per backward window, when every trainable parameter of the unit holds its local gradient; hooks
+  // run in order of registration, after the unit's own reshard and reduction in automatic mode.
+  void register_post_backward_hook(PostBackwardHook hook) { post_backward_hooks_.push_back(std::move(hook)); }
+
+  // For Prefetch::lists: what to gather while this unit computes.
+  void set_forward_prefetch(const std::vector<FsdpModule*>& units);
+  void set_backward_prefetch(const std::vector<FsdpModule*>& units);
+
+  // --- Called by hooks and gradient accumulators, not by users. ---
+
+  // A gradient of a trainable parameter arrived (or will never come in this window): countdown.
+  void gradient_arrived();
+  // Opens the window at its first gradient: takes a reduce slot, decides where gradients go.
+  void open_window();
+  [[nodiscard]] Bytes inline_limit() const;
+  [[nodiscard]] Stream compute_stream() const;
+
+ private:
+  friend class ForwardScope;
+  friend class Scheduler;
+
+  struct Names {
+    std::string unit;
+    // "FSDP:<unit>:<operation>"; labels of collectives and spans.
+    std::string forward_compute, backward_compute, unshard, reshard, reduce_gradients;
+  };
+  void set_name(const std::string& name);
+  void complete_window();
+
+  Scheduler& scheduler_;
+  const int index_;
+  std::vector<std::shared_ptr<torch::nn::Module>> modules_;
+  UnitOptions options_;
+  Names names_;
+  std::vector<std::unique_ptr<FsdpParameterGroup>> groups_;
+  std::vector<PostBackwardHook> post_backward_hooks_;
+  Bytes gathered_bytes_;
+  int trainable_count_ = 0;
+  bool is_root_ = true;
+  bool releasable_ = false;  // some group's weights really go away on reshard
+
+  // Weights.
+  bool gathered_ = false;  // or on their way: `gathered_event_` says when
+  Event gathered_event_;
+  std::int64_t epoch_ = -1;   // of the weights that are gathered
+  bool kept_ = false;         // counted in the keep budget
+  bool release_queued_ = false;
+  int forwards_left_ = 0;     // modules of the unit whose forward is still to come
+
+  // Gradients of the current backward window.
+  enum class Window : std::uint8_t { closed, open, complete, queued };  // queued: a delayed reduction
+  Window window_ = Window::closed;
+  int pending_ = 0;           // trainable parameters whose gradient has not arrived
+  bool last_microbatch_ = true;
+  int slot_ = -1;
+  Event packed_event_;        // where packing of the gradients ends on the compute stream
+  bool in_backward_ = false;          // its backward began
+  bool reduced_in_backward_ = false;  // and ended, in this graph
+  trace::Span* backward_span_ = nullptr;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,61 @@
+// Makes a module's forward run its unit's hooks.
+//
+//   struct BlockImpl : torch::nn::Module { torch::Tensor forward(torch::Tensor x); };
+//   FSDP_MODULE(Block);                      // instead of TORCH_MODULE
+//
+// C++ modules have no forward hooks, so the holder's type is wrapped: Block holds a Hooked<BlockImpl>, whose forward
+// shadows BlockImpl's, also through ->, () and AnyModule. A pointer to the base type (as<BlockImpl>()) bypasses the
+// hooks; it then reads released weights and the error says so. `Hooked<Impl>` wraps types one cannot edit; `fsdp::call`
+// (module/call.h) runs any other method with full hooks. Until the module becomes a unit the wrapper only forwards.
+#pragma once
+
+#include <torch/nn/pimpl.h>
+
+#include <type_traits>
+#include <utility>
+
+#include "fsdp/module/forward_scope.h"
+#include "fsdp/module/hook_target.h"
+
+namespace fsdp {
+
+namespace detail {
+
+template <typename Impl, typename Method>
+class HookedForward;
+
+#define FSDP_HOOKED_FORWARD(CONST)                                                                                   \
+  template <typename Impl, typename Result, typename Owner, typename... Args>                                      \
+  class HookedForward<Impl, Result (Owner::*)(Args...) CONST> : public Impl, public HookTarget {                   \
+   public:                                                                                                          \
+    using Impl::Impl;                                                                                               \
+    Result forward(Args... args) {                                                                                  \
+      if (unit() == nullptr) return Impl::forward(std::forward<Args>(args)...);                                     \
+      return run_with_hooks(                                                                                        \
+          *unit(), [this](auto&&... cast) -> Result { return Impl::forward(std::forward<decltype(cast)>(cast)...); }, \
+          std::forward<Args>(args)...);                                                                             \
+    }                                                                                                               \
+  };
+FSDP_HOOKED_FORWARD()
+FSDP_HOOKED_FORWARD(const)
+#undef FSDP_HOOKED_FORWARD
+
+}  // namespace detail
+
+// `Impl::forward` must be one non-template function; for other methods use fsdp::call.
+template <typename Impl>
+class Hooked : public detail::HookedForward<Impl, decltype(&Impl::forward)> {
+ public:
+  using detail::HookedForward<Impl, decltype(&Impl::forward)>::HookedForward;
+};
+
+}  // namespace fsdp
+
+#define FSDP_MODULE_IMPL(Name, ImplType)                                                    \
+  class Name : public torch::nn::ModuleHolder<::fsdp::Hooked<ImplType>> {                   \
+   public:                                                                                  \
+    using torch::nn::ModuleHolder<::fsdp::Hooked<ImplType>>::ModuleHolder;                  \
+    using Impl [[maybe_unused]] = ::fsdp::Hooked<ImplType>;                                 \
+  }
+
+#define FSDP_MODULE(Name) FSDP_MODULE_IMPL(Name, Name##Impl)

@@ -1,0 +1,96 @@
+// What a user chooses for a unit and for a context.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fsdp/base/types.h"
+#include "fsdp/layout/placement.h"
+#include "fsdp/trace/recorder.h"
+
+namespace fsdp {
+
+// Dtypes of one unit. Unset entries follow the parameter as it was built.
+struct MixedPrecisionPolicy {
+  std::optional<c10::ScalarType> param_dtype = {};       // gathered weights and compute; default: as built
+  std::optional<c10::ScalarType> reduce_dtype = {};      // gradients on the wire; default: param_dtype
+  std::optional<c10::ScalarType> main_param_dtype = {};  // sharded leaves and their gradients; default: as built
+  bool cast_forward_inputs = true;                       // floating-point tensor arguments of forward, to param_dtype
+};
+
+// What happens to a unit's gathered weights after its forward, when a backward will follow. Without one they are always
+// dropped, and after backward too.
+enum class Reshard : std::uint8_t {
+  automatic,      // drop, except for roots, whose backward starts as their forward ends
+  after_forward,  // drop
+  never,          // keep until backward
+  by_budget,      // keep while ContextOptions::keep_budget allows
+};
+
+struct UnitOptions {
+  Strategy placements = zero3("dp");
+  MixedPrecisionPolicy mixed_precision = {};
+  // The one divisor of a gradient's whole sum. Default: the number of ranks over whose data the sum runs (the product of
+  // the strategy's axes). 1 switches averaging off.
+  std::optional<double> gradient_divisor = {};
+  Reshard reshard = Reshard::automatic;
+  // false: caller-driven. No forward or backward hooks; the caller unshards, reshards and reduces (FsdpModule).
+  bool register_hooks = true;
+};
+
+// Which units are gathered before they are needed. The next gather is issued before the current unit computes and
+// before its weights are released.
+struct Prefetch {
+  enum class Kind : std::uint8_t { none, depth, lists, recorded, delayed_release };
+  Kind kind = Kind::depth;
+  int amount = 1;               // depth and recorded: units ahead; delayed_release: releases held back
+  std::optional<Bytes> budget = {};  // gathered bytes beyond which nothing is prefetched
+
+  static Prefetch none() { return {Kind::none, 0}; }
+  static Prefetch depth(int units) { return {Kind::depth, units}; }  // along the static orders
+  static Prefetch lists() { return {Kind::lists, 0}; }               // FsdpModule::set_forward_prefetch and _backward_
+  static Prefetch recorded(int units = 1) { return {Kind::recorded, units}; }  // along the last iteration with equal input shapes
+  // No order needed: a release waits until so many later gathers were issued (the host must run ahead of the device).
+  static Prefetch delayed_release(int target_length = 1) { return {Kind::delayed_release, target_length}; }
+};
+
+// When a unit's reduction is issued after its gradients are packed.
+struct Reduction {
+  int delay = 0;  // packed units held back, issued after the next gather of backward and at its end
+  static Reduction immediate() { return {0}; }
+  static Reduction delayed(int target_length = 1) { return {target_length}; }
+};
+
+// What happens to gradients when more microbatches follow.
+enum class ReducePolicy : std::uint8_t {
+  every_microbatch,  // reduce into the strategy's gradient placement each time; lean memory
+  last_microbatch,   // accumulate whole gradients, reduce once; what a DDP user expects of no_sync
+};
+
+struct ContextOptions {
+  Prefetch prefetch = Prefetch::depth(1);
+  Reduction reduction = Reduction::immediate();
+  ReducePolicy reduce = ReducePolicy::every_microbatch;
+  bool keep_last = true;    // the last unit of forward is the first of backward: stay gathered in between
+  bool keep_first = false;  // the first unit of forward stays gathered between microbatches of a step
+  bool unify_communication_stream = false;  // gathers and reductions share one stream
+  std::optional<Bytes> keep_budget = {};    // for Reshard::by_budget
+  bool sync_module_states = true;           // weights built with values take rank 0's
+  // CPU ranks run collectives up to this payload on the calling thread: a hand-off to a worker costs 10-80 us.
+  Bytes inline_limit{64 * 1024};
+  std::shared_ptr<trace::Recorder> recorder = nullptr;  // records spans while set
+};
+
+struct MicrobatchOptions {
+  bool is_last = true;
+  std::optional<ReducePolicy> reduce = {};  // default: the context's
+};
+
+enum class Phase : std::uint8_t { forward, backward };
+
+}  // namespace fsdp

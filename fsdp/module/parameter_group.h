@@ -1,0 +1,170 @@
+// Parameters of one unit with equal dtypes and requires_grad: their buffers and what moves between them.
+//
+//   main weight     optimizer placement, main dtype     what the optimizer updates; the leaves are views of it
+//   model weight    parameter placement, compute dtype  what gathers read; shares memory with main when dtypes agree
+//   whole weight    replicated, compute dtype           what the module's parameters are views of; comes and goes
+//   slot            all gradients, reduce dtype         packed local gradients; reduced in place
+//   accumulated     gradient placement, main dtype      between microbatches, where a reduction is put off
+//   main gradient   optimizer placement, main dtype     the leaves' `.grad`; exists from first use until zero_grad
+//
+// Nothing here is per parameter on the way of a gather or a reduction. Host thread of the rank only.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fsdp/dbuffer/buffer_pool.h"
+#include "fsdp/dbuffer/dbuffer.h"
+#include "fsdp/module/options.h"
+
+namespace fsdp {
+
+class FsdpModule;
+class GradAccumulator;
+
+struct ParameterInfo {
+  std::string name;              // path from the unit's module until names are set, then from the root
+  int module_index = 0;          // which of the unit's modules
+  at::Tensor parameter;          // the module's own tensor, for life
+  at::Tensor leaf;               // this rank's share of the main weight
+  std::vector<std::int64_t> sizes, strides;
+};
+
+class FsdpParameterGroup {
+ public:
+  struct Dtypes {
+    c10::ScalarType compute, reduce, main;
+    bool operator==(const Dtypes&) const = default;
+  };
+
+  // Takes over the parameters: packs their values into shards and makes them views of released storage. `synchronize`:
+  // all ranks take rank 0's values. Parameters on the meta device wait for `materialize`.
+  FsdpParameterGroup(FsdpModule& unit, std::shared_ptr<const SubMesh> mesh, std::vector<ParameterInfo> parameters, const Dtypes& dtypes, bool trainable,
+                     bool synchronize);
+  ~FsdpParameterGroup();
+
+  [[nodiscard]] const std::vector<ParameterInfo>& parameters() const { return parameters_; }
+  [[nodiscard]] std::vector<ParameterInfo>& parameters() { return parameters_; }
+  [[nodiscard]] bool trainable() const { return trainable_; }
+  [[nodiscard]] const Dtypes& dtypes() const { return dtypes_; }
+  [[nodiscard]] const SubMesh& mesh() const { return *mesh_; }
+  [[nodiscard]] const GlobalLayout& layout() const { return *layout_; }
+  [[nodiscard]] const PlacementList& optimizer_placements() const;
+  [[nodiscard]] const DBuffer& main_weight() const { return main_weight_; }
+  [[nodiscard]] bool on_meta() const { return on_meta_; }
+  [[nodiscard]] FsdpModule& unit() const { return unit_; }
+
+  // Weights. Both enqueue on `stream`; the whole weight's memory comes from `pool`, used on that stream only.
+  void refresh(std::int64_t epoch, const Stream& stream, const char* label);  // model weight from main weight, once an epoch
+  void gather_whole(BufferPool& pool, const Stream& stream, const char* label);
+  void release_whole(BufferPool& pool);
+  [[nodiscard]] bool releasable() const { return releasable_; }
+  [[nodiscard]] Bytes whole_bytes() const { return whole_.size(); }
+
+  // Gradients. A window collects the local gradients of one backward and is closed before it is reduced. Returns
+  // whether the window needs slot memory (attach_slot) to write to.
+  bool open_window(bool is_last, ReducePolicy policy, BufferPool& accumulations);
+  void attach_slot(BufferPool& slots);
+  // Stores one gradient; an undefined one only arrives.
+  void receive(int index, const at::Tensor& gradient);
+  // Where a producer may write the gradient of parameter `index` itself, in the compute dtype; undefined when it must
+  // hand it over instead (already written in this window, other dtype, accumulating). Counts as written once asked for.
+  [[nodiscard]] at::Tensor claim_gradient(int index);
+  // Marks what was used, fills in what never came.
+  void close_window();
+  // Enqueues the reduction of a closed window on `stream`. Ends in the leaves' `.grad` or in `accumulated`.
+  void reduce(const Stream& stream, BufferPool& slots, BufferPool& accumulations, const char* label);
+  // The slot's memory, once its reduction was enqueued; empty when the window used none.
+  [[nodiscard]] c10::DataPtr take_slot_memory() { return slot_.storage().attached() ? slot_.storage().detach() : c10::DataPtr(); }
+  [[nodiscard]] bool has_accumulated() const { return has_accumulated_; }
+  // Leaves whose parameter no rank used lose their `.grad`. The current stream has waited for the reductions.
+  void drop_unused_gradients();
+  // Part of the main gradient, padding included; undefined while there is none. The leaves' `.grad` are read, so a tensor
+  // that the user put in their place counts.
+  [[nodiscard]] at::Tensor gradient_slice(ElementRange packed);
+  // Frees gradient memory that no leaf refers to any more.
+  void drop_gradient_memory();
+  void zero_gradients(bool set_to_none);
+  void abandon_window(BufferPool& slots, BufferPool& accumulations);  // after an error
+
+  // Turns names into paths from the root; `module_paths` are those of the unit's modules.
+  void set_names(const std::vector<std::string>& module_paths);
+  // Values from a function of (name, whole tensor), for parameters built on the meta device.
+  void materialize(const std::function<void(const std::string&, at::Tensor&)>& fill);
+  // Whole tensor of one parameter from the shards of `source`: main weights, or gradients. Collective, blocks the host.
+  [[nodiscard]] at::Tensor full_tensor(int index, bool gradient, const Stream& stream);
+
+  // Bytes by class.
+  [[nodiscard]] Bytes main_bytes() const { return main_weight_.size(); }
+  [[nodiscard]] Bytes model_bytes() const;
+  [[nodiscard]] Bytes gradient_bytes() const;
+  [[nodiscard]] Bytes accumulated_bytes() const;
+  [[nodiscard]] Bytes slot_bytes() const { return slot_.size(); }
+
+ private:
+  // The main gradient: its views are the leaves' `.grad`.
+  struct MainGradient {
+    std::unique_ptr<DBuffer> buffer;
+    std::vector<at::Tensor> views;  // [parameter]
+  };
+
+  [[nodiscard]] const Strategy& strategy() const;
+  void pack_values(bool synchronize);
+  void store_shards(const DBuffer& whole_main);
+  void install_views();
+  void make_leaves();
+  void find_marks();
+  void install_accumulators();
+  [[nodiscard]] bool deferred() const { return accumulated_placements_ != reduced_placements_; }
+  void ensure_accumulated(BufferPool& accumulations);
+  void free_accumulated(BufferPool& accumulations);
+  [[nodiscard]] DBuffer& destination() { return direct_ ? *accumulated_ : slot_; }
+  [[nodiscard]] at::Tensor& destination_view(int index) { return direct_ ? accumulated_views_[index] : slot_views_[index]; }
+  void clear_padding(const DBuffer& buffer) const;
+  void ensure_main_gradient(bool fresh);
+  void adopt_gradients();
+  bool prepare_main_gradient();
+  [[nodiscard]] bool gradient_views_unshared() const;
+  [[nodiscard]] bool any_gradient_defined() const;
+  void enqueue_accumulate(const DBuffer& to, const DBuffer& from, ElementRange range, double divisor, bool overwrite, const Stream& stream) const;
+
+  FsdpModule& unit_;
+  std::shared_ptr<const SubMesh> mesh_;
+  std::vector<ParameterInfo> parameters_;  // [parameter]
+  const Dtypes dtypes_;
+  const bool trainable_;
+  bool on_meta_ = false;
+  bool releasable_ = false;
+  bool refresh_needed_ = false;  // main and model weight are not the same memory
+  double divisor_ = 1;
+  std::int64_t epoch_ = -1;      // of the model weight
+  PlacementList replicated_;
+  // Of gradients before any reduction, between microbatches, and in the end. Replicate on an axis of one rank, where
+  // there is nothing to sum or to put off.
+  PlacementList partial_, gradient_placements_, reduced_placements_;
+  std::shared_ptr<const GlobalLayout> layout_;
+
+  DBuffer model_weight_, main_weight_, whole_, slot_;
+  std::vector<at::Tensor> slot_views_;     // [parameter]
+  std::vector<std::int64_t> marks_;        // packed coordinates: first element of every piece of every parameter
+  std::vector<int> marks_begin_;           // [parameter] -> index into marks_, one more at the end
+  std::vector<std::int64_t> local_marks_;  // those inside this rank's share of the main gradient
+  std::vector<ElementRange> padding_;      // packed coordinates that belong to no parameter
+  MainGradient main_gradient_;
+
+  // Window.
+  bool is_last_ = true;
+  bool direct_ = false;                    // gradients go to `accumulated`, which holds all of them
+  std::unique_ptr<DBuffer> accumulated_;   // without memory while nothing is put off
+  std::vector<at::Tensor> accumulated_views_;  // [parameter], when it holds all of them
+  PlacementList accumulated_placements_;
+  bool has_accumulated_ = false;
+  std::vector<std::uint8_t> arrived_, written_;  // [parameter]
+  std::vector<std::shared_ptr<GradAccumulator>> accumulators_;  // [parameter]
+};
+
+}  // namespace fsdp

@@ -1,0 +1,71 @@
+#include "fsdp/optim/clip_grad_norm.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <map>
+#include <vector>
+
+#include "fsdp/dbuffer/dbuffer.h"
+
+namespace fsdp {
+namespace {
+
+// Mesh axes over which a group's gradient is split: their ranks hold different elements, all others equal ones.
+std::vector<int> split_axes(const FsdpParameterGroup& group, const DeviceMesh& mesh) {
+  const auto& names = group.unit().options().placements.axes;
+  std::vector<int> axes;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    if (group.optimizer_placements()[i] == Placement::flat) axes.push_back(mesh.axis_index(names[i]));
+  }
+  return axes;
+}
+
+}  // namespace
+
+at::Tensor grad_norm(FsdpContext& context) {
+  at::NoGradGuard no_grad;
+  const DeviceMesh& mesh = context.mesh();
+  const auto device = mesh.runtime()->device();
+  const auto wide = at::TensorOptions().device(device).dtype(device.is_cuda() ? at::kFloat : at::kDouble);
+  std::map<std::vector<int>, at::Tensor> sums;  // axes of the sum -> squares of this rank's elements
+  for (FsdpParameterGroup* group : context.groups()) {
+    if (!group->trainable()) continue;
+    // Every rank makes an entry for the same axes, whether or not it holds gradients: the collectives must agree.
+    at::Tensor& sum = sums.try_emplace(split_axes(*group, mesh), at::zeros({}, wide)).first->second;
+    for (const auto& p : group->parameters()) {
+      const at::Tensor& gradient = p.leaf.grad();
+      if (gradient.defined() && gradient.numel() > 0) sum.add_(at::sum(gradient.detach().to(sum.scalar_type()).square()));
+    }
+  }
+  const Stream stream = mesh.runtime()->compute_stream();
+  at::Tensor total = at::zeros({}, wide);
+  for (auto& [axes, sum] : sums) {
+    void* data = device.is_meta() ? nullptr : sum.mutable_data_ptr();
+    for (int axis : axes) {
+      mesh.communicator(axis, Use::reduce).all_reduce(data, data, Elements(1), sum.scalar_type(), ReduceOp::sum, stream, "FSDP:grad_norm");
+    }
+    total.add_(sum);
+  }
+  return total.sqrt().to(at::kFloat);
+}
+
+at::Tensor clip_grad_norm_(FsdpContext& context, double max_norm) {
+  at::Tensor norm = grad_norm(context);
+  at::NoGradGuard no_grad;
+  const at::Tensor wanted = at::clamp((norm + 1e-6).reciprocal().mul(max_norm), {}, 1.0);
+  const at::Tensor scale = at::where(at::isfinite(norm), wanted, at::ones_like(norm));
+  for (FsdpParameterGroup* group : context.groups()) {
+    if (!group->trainable()) continue;
+    const at::Tensor gradient = group->gradient_slice(group->main_weight().range());
+    if (gradient.defined()) gradient.mul_(scale);
+  }
+  return norm;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,103 @@
+#include "fsdp/optim/optimizer.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+
+#include "fsdp/base/check.h"
+
+namespace fsdp {
+
+ShardedOptimizer::ShardedOptimizer(FsdpContext& context, double learning_rate, int state_count, const ParameterOptionsFunction& options)
+    : context_(context), learning_rate_(learning_rate) {
+  context_.finalize();
+  const auto scalar = at::TensorOptions().dtype(at::kFloat).device(context_.mesh().runtime()->device());
+  skipped_ = at::zeros({}, scalar);
+  for (FsdpParameterGroup* group : context_.groups()) {
+    if (!group->trainable()) continue;
+    const DBuffer& weight = group->main_weight();
+    for (std::size_t i = 0; i < group->parameters().size(); ++i) {
+      const auto& p = group->parameters()[i];
+      const ParameterOptions chosen = options ? options(p.name, p.sizes) : ParameterOptions{};
+      const ElementRange piece = weight.piece(static_cast<int>(i));
+      if (piece.empty()) continue;
+      if (!runs_.empty() && runs_.back().group == group && runs_.back().options == chosen) {
+        runs_.back().range.end = piece.end;
+      } else {
+        runs_.push_back({group, {}, piece, chosen, {}, {}, {}});
+      }
+      runs_.back().parameters.push_back(static_cast<int>(i));
+    }
+  }
+  at::NoGradGuard no_grad;
+  for (ShardRun& run : runs_) {
+    run.weight = run.group->main_weight().slice(run.range);
+    for (int k = 0; k < state_count; ++k) run.state.push_back(at::zeros_like(run.weight));
+    run.step = at::zeros({}, scalar);
+  }
+}
+
+void ShardedOptimizer::split(std::size_t index) {
+  const ShardRun whole = std::move(runs_[index]);
+  std::vector<ShardRun> parts;
+  for (int parameter : whole.parameters) {
+    const ElementRange piece = whole.group->main_weight().piece(parameter);
+    ShardRun part{whole.group, {parameter}, piece, whole.options, whole.group->main_weight().slice(piece), {}, whole.step.clone()};
+    for (const auto& state : whole.state) part.state.push_back(state.narrow(0, piece.begin - whole.range.begin, piece.length()));
+    parts.push_back(std::move(part));
+  }
+  runs_.erase(runs_.begin() + static_cast<std::ptrdiff_t>(index));
+  runs_.insert(runs_.begin() + static_cast<std::ptrdiff_t>(index), std::make_move_iterator(parts.begin()), std::make_move_iterator(parts.end()));
+}
+
+void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
+  at::NoGradGuard no_grad;
+  std::optional<at::Tensor> skip;
+  if (gradient_norm) {
+    skip = at::isfinite(*gradient_norm).logical_not().to(at::kFloat);
+    skipped_.add_(*skip);
+  }
+  for (std::size_t i = 0; i < runs_.size(); ++i) {
+    const auto& parameters = runs_[i].parameters;
+    const auto defined = std::count_if(parameters.begin(), parameters.end(), [&](int p) { return runs_[i].group->parameters()[p].leaf.grad().defined(); });
+    if (defined != 0 && defined != static_cast<std::ptrdiff_t>(parameters.size())) split(i);
+  }
+  std::vector<bool> done(runs_.size());
+  for (std::size_t i = 0; i < runs_.size(); ++i) {
+    if (done[i]) continue;
+    std::vector<ShardRun*> runs;
+    std::vector<at::Tensor> gradients;
+    for (std::size_t k = i; k < runs_.size(); ++k) {
+      ShardRun& run = runs_[k];
+      if (done[k] || run.options != runs_[i].options || run.weight.scalar_type() != runs_[i].weight.scalar_type()) continue;
+      done[k] = true;
+      const at::Tensor gradient = run.group->gradient_slice(run.range);
+      if (!run.group->parameters()[run.parameters.front()].leaf.grad().defined()) continue;  // no rank used it
+      runs.push_back(&run);
+      gradients.push_back(gradient);
+    }
+    if (!runs.empty()) update(runs, gradients, runs_[i].options, skip);
+  }
+}
+
+void ShardedOptimizer::zero_grad(bool set_to_none) {
+  at::NoGradGuard no_grad;
+  for (FsdpParameterGroup* group : context_.groups()) {
+    if (group->trainable()) group->zero_gradients(set_to_none);
+  }
+}
+
+std::int64_t ShardedOptimizer::skipped_steps() const { return static_cast<std::int64_t>(skipped_.item<float>()); }
+
+Bytes ShardedOptimizer::state_bytes() const {
+  Bytes total;
+  for (const ShardRun& run : runs_) {
+    for (const auto& state : run.state) total += Bytes(static_cast<std::int64_t>(state.nbytes()));
+  }
+  return total;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,77 @@
+// What the library's own optimizers share: per-parameter options and fused updates over flat shards.
+//
+// Neighbouring parameters of a group with equal options are updated as one run of the flat shard, so the number of
+// kernels depends on the number of options and not on the number of parameters. State has the dtype of the main weight.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fsdp/module/context.h"
+
+namespace fsdp {
+
+// Of one parameter. Unset entries take the optimizer's value.
+struct ParameterOptions {
+  double learning_rate_scale = 1.0;          // multiplies the optimizer's learning rate
+  std::optional<double> weight_decay = {};
+  bool operator==(const ParameterOptions&) const = default;
+};
+
+// Called once per trainable parameter at construction with its name and whole shape.
+using ParameterOptionsFunction = std::function<ParameterOptions(const std::string& name, at::IntArrayRef whole_sizes)>;
+
+// Consecutive elements of one group's shard that are always updated alike.
+struct ShardRun {
+  FsdpParameterGroup* group = nullptr;
+  std::vector<int> parameters;   // indices in the group, each with at least one element here
+  ElementRange range;            // packed coordinates, padding between the parameters included
+  ParameterOptions options;
+  at::Tensor weight;             // view of the main weight
+  std::vector<at::Tensor> state;
+  at::Tensor step;               // fp32 scalar: updates this run has seen
+};
+
+class ShardedOptimizer {
+ public:
+  virtual ~ShardedOptimizer() = default;
+  ShardedOptimizer(const ShardedOptimizer&) = delete;
+  ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;
+
+  // Updates every parameter that has a gradient. With a norm (of clip_grad_norm_) that is not finite, nothing is
+  // updated on any rank and the step is counted as skipped. Enqueued on the current stream; no host wait on a GPU.
+  void step(const std::optional<at::Tensor>& gradient_norm = std::nullopt);
+
+  // Gradients become undefined and their memory is freed, or are zeroed in place.
+  void zero_grad(bool set_to_none = true);
+
+  [[nodiscard]] double learning_rate() const { return learning_rate_; }
+  void set_learning_rate(double learning_rate) { learning_rate_ = learning_rate; }
+
+  // Steps skipped for a gradient norm that was not finite. Waits for the device.
+  [[nodiscard]] std::int64_t skipped_steps() const;
+  [[nodiscard]] Bytes state_bytes() const;
+
+ protected:
+  // `state_count` tensors a run, zero-filled.
+  ShardedOptimizer(FsdpContext& context, double learning_rate, int state_count, const ParameterOptionsFunction& options);
+
+  // Updates runs that share their options. `skip`: fp32 scalar, 1 when nothing may change.
+  virtual void update(const std::vector<ShardRun*>& runs, const std::vector<at::Tensor>& gradients, const ParameterOptions& options,
+                      const std::optional<at::Tensor>& skip) = 0;
+
+ private:
+  void split(std::size_t run);  // into one run per parameter, when their gradients stop coming together
+
+  FsdpContext& context_;
+  double learning_rate_;
+  std::vector<ShardRun> runs_;
+  at::Tensor skipped_;  // fp32 scalar
+};
+
+}  // namespace fsdp

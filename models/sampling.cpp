@@ -1,0 +1,34 @@
+#include "models/sampling.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/argmax.h>
+#include <ATen/ops/multinomial.h>
+#include <ATen/ops/softmax.h>
+#include <ATen/ops/tensor.h>
+
+#include <algorithm>
+
+#include "fsdp/base/check.h"
+
+namespace fsdp::models {
+
+std::vector<std::int64_t> sample_tokens(Transformer& model, const std::vector<std::int64_t>& prompt, const SamplingOptions& options) {
+  FSDP_CHECK(!prompt.empty(), UsageError, "sampling: expected a prompt of at least one token, got none");
+  FSDP_CHECK(options.temperature >= 0, UsageError, "sampling: expected a temperature of at least 0, got {}", options.temperature);
+  at::NoGradGuard no_grad;
+  auto generator = at::detail::createCPUGenerator(options.seed);
+  const auto& config = model->config();
+  const auto limit = options.context > 0 ? std::min(options.context, config.max_context) : config.max_context;
+  auto tokens = prompt;
+  for (std::int64_t i = 0; i < options.length; ++i) {
+    const auto visible = std::min<std::int64_t>(limit, static_cast<std::int64_t>(tokens.size()));
+    const auto input = at::tensor(at::ArrayRef<std::int64_t>(tokens.data() + tokens.size() - visible, visible), at::kLong).unsqueeze(0);
+    const auto logits = model->forward(input).select(1, -1).select(0, 0).to(at::kFloat);
+    const auto next = options.temperature == 0 ? at::argmax(logits) : at::multinomial(at::softmax(logits / options.temperature, -1), 1, false, generator);
+    tokens.push_back(next.item<std::int64_t>());
+  }
+  return {tokens.begin() + static_cast<std::ptrdiff_t>(prompt.size()), tokens.end()};
+}
+
+}  // namespace fsdp::models

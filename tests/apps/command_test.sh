@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# The command from outside: exit codes, messages, the log, equal losses on 1 and 2 ranks, Ctrl-C.
+# Usage: command_test.sh FSDP_BINARY TINY_CONFIG
+set -uo pipefail
+fsdp=$1
+config=$2
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+failures=0
+
+fail() {
+  echo "FAILED: $*"
+  failures=$((failures + 1))
+}
+
+# A text of about 60 KB with some structure.
+for i in $(seq 1 1200); do echo "And it came to pass in year $((i % 97)) that king $((i % 13)) spoke $i words."; done >"$work/text"
+tiny=(train --config "$config" --set "data.files=[\"$work/text\"]")
+
+# expect_error CODE MESSAGE ARGS...: exit code and one line on standard error that contains MESSAGE.
+expect_error() {
+  local code=$1 message=$2
+  shift 2
+  "$fsdp" "$@" >"$work/out" 2>"$work/err"
+  local got=$?
+  [ "$got" = "$code" ] || fail "expected exit code $code, got $got: $*"
+  grep -qF -- "$message" "$work/err" || fail "expected \"$message\" from: $* ; got: $(cat "$work/err")"
+  [ "$(grep -c '^fsdp: error: ' "$work/err")" = 1 ] || fail "expected one error line from: $*"
+}
+
+expect_error 2 "subcommand" 
+expect_error 2 "--config is missing" train
+expect_error 2 "--nonsense" train --nonsense
+expect_error 2 "no such config file" train --config "$work/none.toml"
+expect_error 2 "unknown key run.stepz; the nearest is run.steps" "${tiny[@]}" --set run.stepz=1
+expect_error 2 "run.steps: expected an integer" "${tiny[@]}" --set run.steps=many
+expect_error 2 "run.batch: expected a multiple of ranks x microbatches" "${tiny[@]}" --ranks 3
+expect_error 2 "mesh.axes make 4 ranks, but there are 2" "${tiny[@]}" --set 'mesh.axes=["dp=4"]'
+expect_error 2 "model.heads: expected a divisor of model.width 32, got 5" "${tiny[@]}" --set model.heads=5
+expect_error 2 "run.ranks: expected an integer from 1 to 256, got 1000" "${tiny[@]}" --ranks 1000
+expect_error 2 "$work/none does not exist" "${tiny[@]}" --set "data.files=[\"$work/none\"]"
+expect_error 2 "--log: cannot" "${tiny[@]}" --log "$work/text/run.jsonl"
+WORLD_SIZE=2 RANK=0 expect_error 2 "torchrun started 2 processes" "${tiny[@]}"
+
+"$fsdp" info >"$work/info" || fail "fsdp info"
+grep -q "LibTorch" "$work/info" || fail "fsdp info names LibTorch"
+"$fsdp" --help >"$work/help" || fail "fsdp --help"
+"$fsdp" train --list-keys | grep -q "^run.steps" || fail "--list-keys shows run.steps"
+
+for ranks in 1 2; do
+  "$fsdp" "${tiny[@]}" --ranks $ranks --log "$work/logs/$ranks.jsonl" --profile "$work/logs/$ranks.json" >"$work/out$ranks" 2>&1 ||
+    fail "training on $ranks ranks: $(cat "$work/out$ranks")"
+  grep -q "validation loss" "$work/out$ranks" || fail "$ranks ranks: no validation loss printed"
+  [ -s "$work/logs/$ranks.json" ] || fail "$ranks ranks: no trace"
+done
+python3 - "$work/logs" <<'PY' || fail "the logs"
+import json, sys
+folder = sys.argv[1]
+runs = {}
+for ranks in (1, 2):
+    lines = [json.loads(line) for line in open(f"{folder}/{ranks}.jsonl")]
+    steps = [line for line in lines if line["event"] == "step"]
+    assert [line["step"] for line in steps] == list(range(1, 31)), "one object a step"
+    for key in ("step", "loss", "grad_norm", "lr", "tokens_per_second", "step_ms", "peak_bytes"):
+        assert all(key in line for line in steps), key
+    done = lines[-1]
+    assert done["event"] == "done" and done["ranks"] == ranks and done["parameters"] > 0 and done["steps"] == 30, done
+    assert done["validation_loss"] < steps[0]["loss"], "the model learned something"
+    assert len(json.load(open(f"{folder}/{ranks}.json"))) > 10, "spans in the trace"
+    runs[ranks] = (steps, done)
+for one, two in zip(runs[1][0][:20], runs[2][0][:20]):
+    assert abs(one["loss"] - two["loss"]) < 1e-3, (one, two)
+    assert abs(one["grad_norm"] - two["grad_norm"]) < 1e-3 * max(1, one["grad_norm"]), (one, two)
+PY
+
+# Ctrl-C in the middle of a run that would take hours.
+"$fsdp" "${tiny[@]}" --set run.steps=1000000 --log "$work/long.jsonl" >"$work/out" 2>&1 &
+pid=$!
+for _ in $(seq 1 300); do
+  [ "$(wc -l <"$work/long.jsonl" 2>/dev/null || echo 0)" -ge 5 ] && break
+  sleep 0.1
+done
+kill -INT $pid
+wait $pid
+code=$?
+[ "$code" = 130 ] || fail "expected exit code 130 after Ctrl-C, got $code: $(cat "$work/out")"
+tail -n 1 "$work/long.jsonl" | grep -q '"event":"interrupted"' || fail "no record of the interruption: $(tail -n 1 "$work/long.jsonl")"
+grep -q "interrupted" "$work/out" || fail "no report after Ctrl-C"
+
+[ "$failures" = 0 ] && echo "all good"
+exit "$failures"
