@@ -1,6 +1,8 @@
 // Everything a training program needs.
 #pragma once
 
+#include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
 #include "fsdp/mesh/device_mesh.h"
 #include "fsdp/mesh/run_ranks.h"
 #include "fsdp/mesh/world.h"

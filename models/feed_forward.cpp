@@ -10,6 +10,8 @@ FeedForwardImpl::FeedForwardImpl(const TransformerConfig& config) {
   down_ = register_module("down", Projection(config.ffn_width, config.width, config.device));
 }
 
-at::Tensor FeedForwardImpl::forward(const at::Tensor& x) const { return down_->forward(at::silu(gate_->forward(x)) * up_->forward(x)); }
+at::Tensor FeedForwardImpl::forward(const at::Tensor& x) const {
+  return down_->forward(at::silu(gate_->forward(x)) * up_->forward(x));
+}
 
 }  // namespace fsdp::models

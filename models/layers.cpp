@@ -9,7 +9,9 @@
 namespace fsdp::models {
 namespace {
 
-at::Tensor reserve(at::IntArrayRef sizes, c10::Device device) { return at::empty(sizes, at::TensorOptions().dtype(at::kFloat).device(device)); }
+at::Tensor reserve(at::IntArrayRef sizes, c10::Device device) {
+  return at::empty(sizes, at::TensorOptions().dtype(at::kFloat).device(device));
+}
 
 }  // namespace
 
@@ -23,7 +25,9 @@ RmsNormImpl::RmsNormImpl(std::int64_t width, double epsilon, c10::Device device)
   weight_ = register_parameter("weight", reserve({width}, device));
 }
 
-at::Tensor RmsNormImpl::forward(const at::Tensor& x) const { return at::rms_norm(x, weight_.sizes(), weight_, epsilon_); }
+at::Tensor RmsNormImpl::forward(const at::Tensor& x) const {
+  return at::rms_norm(x, weight_.sizes(), weight_, epsilon_);
+}
 
 EmbeddingImpl::EmbeddingImpl(std::int64_t vocabulary, std::int64_t width, c10::Device device) {
   weight_ = register_parameter("weight", reserve({vocabulary, width}, device));

@@ -24,7 +24,8 @@ at::Tensor RotaryTable::rotate(const at::Tensor& x) {
 }
 
 const RotaryTable::Entry& RotaryTable::find(const at::Tensor& x) {
-  auto entry = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.device == x.device() && e.dtype == x.scalar_type(); });
+  auto entry = std::find_if(entries_.begin(), entries_.end(),
+                            [&](const Entry& e) { return e.device == x.device() && e.dtype == x.scalar_type(); });
   if (entry != entries_.end() && entry->cosine.size(0) >= x.size(1)) return *entry;
   if (entry == entries_.end()) entry = entries_.insert(entries_.end(), Entry{x.device(), x.scalar_type(), {}, {}});
 

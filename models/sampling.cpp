@@ -13,9 +13,11 @@
 
 namespace fsdp::models {
 
-std::vector<std::int64_t> sample_tokens(Transformer& model, const std::vector<std::int64_t>& prompt, const SamplingOptions& options) {
+std::vector<std::int64_t> sample_tokens(Transformer& model, const std::vector<std::int64_t>& prompt,
+                                        const SamplingOptions& options) {
   FSDP_CHECK(!prompt.empty(), UsageError, "sampling: expected a prompt of at least one token, got none");
-  FSDP_CHECK(options.temperature >= 0, UsageError, "sampling: expected a temperature of at least 0, got {}", options.temperature);
+  FSDP_CHECK(options.temperature >= 0, UsageError, "sampling: expected a temperature of at least 0, got {}",
+             options.temperature);
   at::NoGradGuard no_grad;
   auto generator = at::detail::createCPUGenerator(options.seed);
   const auto& config = model->config();
@@ -23,9 +25,13 @@ std::vector<std::int64_t> sample_tokens(Transformer& model, const std::vector<st
   auto tokens = prompt;
   for (std::int64_t i = 0; i < options.length; ++i) {
     const auto visible = std::min<std::int64_t>(limit, static_cast<std::int64_t>(tokens.size()));
-    const auto input = at::tensor(at::ArrayRef<std::int64_t>(tokens.data() + tokens.size() - visible, visible), at::kLong).unsqueeze(0);
+    const auto input =
+        at::tensor(at::ArrayRef<std::int64_t>(tokens.data() + tokens.size() - visible, visible), at::kLong)
+            .unsqueeze(0);
     const auto logits = model->forward(input).select(1, -1).select(0, 0).to(at::kFloat);
-    const auto next = options.temperature == 0 ? at::argmax(logits) : at::multinomial(at::softmax(logits / options.temperature, -1), 1, false, generator);
+    const auto next = options.temperature == 0
+                          ? at::argmax(logits)
+                          : at::multinomial(at::softmax(logits / options.temperature, -1), 1, false, generator);
     tokens.push_back(next.item<std::int64_t>());
   }
   return {tokens.begin() + static_cast<std::ptrdiff_t>(prompt.size()), tokens.end()};

@@ -11,13 +11,14 @@
 namespace fsdp::models {
 
 struct SamplingOptions {
-  std::int64_t length = 128;   // tokens to add
-  std::int64_t context = 0;    // latest tokens that the model sees; 0: its max_context
-  double temperature = 0.8;    // 0: always the likeliest token
+  std::int64_t length = 128;  // tokens to add
+  std::int64_t context = 0;   // latest tokens that the model sees; 0: its max_context
+  double temperature = 0.8;   // 0: always the likeliest token
   std::uint64_t seed = 0;
 };
 
 // The added tokens, without the prompt. The prompt has at least one token.
-[[nodiscard]] std::vector<std::int64_t> sample_tokens(Transformer& model, const std::vector<std::int64_t>& prompt, const SamplingOptions& options);
+[[nodiscard]] std::vector<std::int64_t> sample_tokens(Transformer& model, const std::vector<std::int64_t>& prompt,
+                                                      const SamplingOptions& options);
 
 }  // namespace fsdp::models

@@ -12,7 +12,8 @@
 
 namespace fsdp::models {
 
-TransformerBlockImpl::TransformerBlockImpl(const TransformerConfig& config, const std::shared_ptr<RotaryTable>& rotary) {
+TransformerBlockImpl::TransformerBlockImpl(const TransformerConfig& config,
+                                           const std::shared_ptr<RotaryTable>& rotary) {
   attention_norm_ = register_module("attention_norm", RmsNorm(config.width, config.norm_epsilon, config.device));
   attention_ = register_module("attention", Attention(config, rotary));
   feed_forward_norm_ = register_module("feed_forward_norm", RmsNorm(config.width, config.norm_epsilon, config.device));
@@ -34,16 +35,19 @@ TransformerImpl::TransformerImpl(const TransformerConfig& config) : config_(conf
     list->push_back(blocks_.back());
   }
   norm_ = register_module("norm", RmsNorm(config_.width, config_.norm_epsilon, config_.device));
-  if (!config_.tied_embeddings) head_ = register_module("head", Projection(config_.width, config_.vocabulary, config_.device));
+  if (!config_.tied_embeddings)
+    head_ = register_module("head", Projection(config_.width, config_.vocabulary, config_.device));
   if (config_.device.is_meta()) return;
   auto generator = at::globalContext().defaultGenerator(config_.device);
-  for (auto& parameter : named_parameters()) initialize_transformer(config_, parameter.key(), parameter.value(), generator);
+  for (auto& parameter : named_parameters())
+    initialize_transformer(config_, parameter.key(), parameter.value(), generator);
 }
 
 at::Tensor TransformerImpl::forward(const at::Tensor& tokens) {
-  FSDP_CHECK(tokens.dim() == 2, UsageError, "transformer: expected tokens of shape (batch, position), got {} dimensions", tokens.dim());
-  FSDP_CHECK(tokens.size(1) <= config_.max_context, UsageError, "transformer: expected at most max_context = {} positions, got {}",
-             config_.max_context, tokens.size(1));
+  FSDP_CHECK(tokens.dim() == 2, UsageError,
+             "transformer: expected tokens of shape (batch, position), got {} dimensions", tokens.dim());
+  FSDP_CHECK(tokens.size(1) <= config_.max_context, UsageError,
+             "transformer: expected at most max_context = {} positions, got {}", config_.max_context, tokens.size(1));
   auto hidden = embedding_->forward(tokens);
   for (auto& block : blocks_) hidden = block->forward(hidden);
   hidden = norm_->forward(hidden);
@@ -55,7 +59,8 @@ at::Tensor TransformerImpl::loss(const at::Tensor& tokens, const at::Tensor& tar
   return at::cross_entropy_loss(logits.reshape({-1, config_.vocabulary}).to(at::kFloat), targets.reshape({-1}));
 }
 
-void initialize_transformer(const TransformerConfig& config, const std::string& name, at::Tensor& whole, at::Generator& generator) {
+void initialize_transformer(const TransformerConfig& config, const std::string& name, at::Tensor& whole,
+                            at::Generator& generator) {
   at::NoGradGuard no_grad;
   if (whole.dim() == 1) {
     whole.fill_(1.0);

@@ -2,8 +2,8 @@
 //
 //   Transformer model(config);                                    // config.device may be meta
 //   shard_transformer(*context, model, {.placements = fsdp::zero3("dp")});
-//   context->materialize([&](auto& name, auto& whole, auto& generator) { initialize_transformer(config, name, whole, generator); });
-//   fsdp::call(model, &TransformerImpl::loss, tokens, targets).backward();
+//   context->materialize([&](auto& name, auto& whole, auto& generator) { initialize_transformer(config, name, whole,
+//   generator); }); fsdp::call(model, &TransformerImpl::loss, tokens, targets).backward();
 //
 // Nothing reads tensor data on the host, so the model also runs on meta tensors.
 #pragma once
@@ -61,7 +61,8 @@ FSDP_MODULE(Transformer);
 
 // Values of one whole parameter: norms one, matrices normal with deviation 0.02, those that write to the residual
 // stream scaled by 1 / sqrt(2 * layers). Usable as fsdp::InitFunction.
-void initialize_transformer(const TransformerConfig& config, const std::string& name, at::Tensor& whole, at::Generator& generator);
+void initialize_transformer(const TransformerConfig& config, const std::string& name, at::Tensor& whole,
+                            at::Generator& generator);
 
 // Each block becomes a unit; embedding, last norm and head become the root's.
 void shard_transformer(FsdpContext& context, const Transformer& model, const UnitOptions& options);

@@ -34,7 +34,8 @@ if ! cmake --preset "$preset" -DFSDP_TORCH_ROOT="$torch" >"$log" 2>&1; then
   die "configuring failed"
 fi
 
-command=(cmake --build "$folder" --parallel "$jobs")
+set_run_as "$preset"  # the build runs the tests' programs to list their cases
+command=("${run_as[@]}" cmake --build "$folder" --parallel "$jobs")
 [ $# -gt 0 ] && command+=(--target "$@")
 if [ -t 1 ]; then
   "${command[@]}" || die "the build in $folder/ failed"

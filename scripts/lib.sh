@@ -8,6 +8,9 @@ mkdir -p .cache
 
 torch_version=2.11.0
 
+# Paths below the tree count as relative, so that what one clone compiled is there for the others.
+export CCACHE_BASEDIR=${CCACHE_BASEDIR:-$tree} CCACHE_ABSSTDERR=true
+
 say() { echo "== $*"; }
 
 die() {
@@ -45,4 +48,11 @@ job_count() {
   [ "$by_memory" -lt 1 ] && by_memory=1
   [ "$by_memory" -lt "$cores" ] && cores=$by_memory
   echo "${FSDP_JOBS:-$cores}"
+}
+
+# Sets run_as to what programs of a preset have to be started with: the thread sanitizer of GCC 12 does not start where
+# the kernel spreads addresses over more than 28 bits.
+set_run_as() {
+  run_as=(env)
+  if [ "$1" = tsan ] && setarch "$(uname -m)" -R true 2>/dev/null; then run_as=(setarch "$(uname -m)" -R); fi
 }

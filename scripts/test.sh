@@ -8,7 +8,6 @@ source "$(dirname "$0")/lib.sh"
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then usage; exit; fi
 
 preset=release folder=build
-run_as=()
 if [ "${1:-}" = --sanitize ]; then
   preset=${2:-}
   case $preset in
@@ -16,26 +15,24 @@ if [ "${1:-}" = --sanitize ]; then
       export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_stack_use_after_return=1}
       export UBSAN_OPTIONS=${UBSAN_OPTIONS:-halt_on_error=1:print_stacktrace=1}
       ;;
-    tsan)
-      # The runtime of GCC 12 does not start where the kernel spreads addresses over more than 28 bits.
-      if setarch "$(uname -m)" -R true 2>/dev/null; then run_as=(setarch "$(uname -m)" -R); fi
-      ;;
+    tsan) ;;
     *) die "--sanitize: expected asan or tsan, got '$preset'" ;;
   esac
   folder=build-$preset
   shift 2
 fi
+set_run_as "$preset"
 
 started=$SECONDS
 bash scripts/setup.sh
 python3 tools/check_layers.py
-${run_as[@]+"${run_as[@]}"} bash scripts/build.sh "$preset"
+bash scripts/build.sh "$preset"
 
 say "tests"
 results=$tree/.cache/ctest-$preset.xml
 rm -f "$results"
 code=0
-${run_as[@]+"${run_as[@]}"} ctest --test-dir "$folder" --output-on-failure --no-tests=error --parallel "$(nproc)" \
+"${run_as[@]}" ctest --test-dir "$folder" --output-on-failure --no-tests=error --parallel "$(nproc)" \
   --output-junit "$results" "$@" </dev/null || code=$?
 
 [ -f "$results" ] || die "ctest ended with exit code $code before it ran a test"

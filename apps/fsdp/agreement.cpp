@@ -22,8 +22,8 @@ Agreement::Agreement(const World& world)
 
 std::vector<double> Agreement::sum(std::vector<double> values) const {
   std::vector<double> result(values.size());
-  communicator_.all_reduce(values.data(), result.data(), Elements(static_cast<std::int64_t>(values.size())), c10::kDouble, ReduceOp::sum, stream_,
-                           "agreement");
+  communicator_.all_reduce(values.data(), result.data(), Elements(static_cast<std::int64_t>(values.size())),
+                           c10::kDouble, ReduceOp::sum, stream_, "agreement");
   Event done;
   stream_.record(done);
   runtime_.compute_stream().wait(done);

@@ -16,7 +16,8 @@ MeshAxis parse_axis(const std::string& text) {
     const auto [stop, error] = std::from_chars(text.data() + split + 1, end, size);
     if (error != std::errc{} || stop != end) size = 0;
   }
-  FSDP_CHECK(size >= 1, UsageError, "mesh.axes: expected entries like \"dp=2\" with a size of at least 1, got \"{}\"", text);
+  FSDP_CHECK(size >= 1, UsageError, "mesh.axes: expected entries like \"dp=2\" with a size of at least 1, got \"{}\"",
+             text);
   return {text.substr(0, split), size};
 }
 
@@ -30,11 +31,13 @@ std::vector<MeshAxis> mesh_axes(const TrainConfig& config) {
   std::int64_t product = 1;
   for (const auto& text : config.mesh.axes) {
     axes.push_back(parse_axis(text));
-    FSDP_CHECK(names.insert(axes.back().name).second, UsageError, "mesh.axes: the axis {} is named twice", axes.back().name);
+    FSDP_CHECK(names.insert(axes.back().name).second, UsageError, "mesh.axes: the axis {} is named twice",
+               axes.back().name);
     product *= axes.back().size;
     FSDP_CHECK(product <= 1'000'000, UsageError, "mesh.axes: more than a million ranks");
   }
-  FSDP_CHECK(product == ranks, UsageError, "mesh.axes make {} ranks, but there are {} (run.ranks or --ranks): make the two equal", product, ranks);
+  FSDP_CHECK(product == ranks, UsageError,
+             "mesh.axes make {} ranks, but there are {} (run.ranks or --ranks): make the two equal", product, ranks);
   return axes;
 }
 
@@ -42,21 +45,24 @@ void validate_train_config(const TrainConfig& config) {
   const auto& run = config.run;
   config.model.shape.validate();
   FSDP_CHECK(run.context <= config.model.shape.max_context, UsageError,
-             "run.context: expected at most model.max_context = {}, got {}; raise model.max_context", config.model.shape.max_context, run.context);
+             "run.context: expected at most model.max_context = {}, got {}; raise model.max_context",
+             config.model.shape.max_context, run.context);
   FSDP_CHECK(run.batch % (run.ranks * run.microbatches) == 0, UsageError,
-             "run.batch: expected a multiple of ranks x microbatches = {} x {} = {}, got {}", run.ranks, run.microbatches,
-             run.ranks * run.microbatches, run.batch);
+             "run.batch: expected a multiple of ranks x microbatches = {} x {} = {}, got {}", run.ranks,
+             run.microbatches, run.ranks * run.microbatches, run.batch);
 
   const auto axes = mesh_axes(config);
   const bool hybrid = config.parallel.strategy == "hsdp" || config.parallel.strategy == "hfsdp";
   FSDP_CHECK(!hybrid || axes.size() == 2, UsageError,
-             "parallel.strategy {} needs a mesh of two axes, such as mesh.axes = [\"outer=2\", \"inner=2\"]; got {}", config.parallel.strategy,
-             axes.size());
+             "parallel.strategy {} needs a mesh of two axes, such as mesh.axes = [\"outer=2\", \"inner=2\"]; got {}",
+             config.parallel.strategy, axes.size());
 
-  FSDP_CHECK(config.optimizer.warmup_steps <= run.steps, UsageError, "optimizer.warmup_steps: expected at most run.steps = {}, got {}", run.steps,
+  FSDP_CHECK(config.optimizer.warmup_steps <= run.steps, UsageError,
+             "optimizer.warmup_steps: expected at most run.steps = {}, got {}", run.steps,
              config.optimizer.warmup_steps);
   FSDP_CHECK(run.sample_length == 0 || !run.sample_prompt.empty(), UsageError,
-             "run.sample_prompt: expected at least one character to continue, got none; set run.sample_length = 0 for no sample");
+             "run.sample_prompt: expected at least one character to continue, got none; set run.sample_length = 0 for "
+             "no sample");
   FSDP_CHECK(!config.data.files.empty(), UsageError, "data.files: expected at least one file, got an empty list");
 }
 

@@ -46,7 +46,8 @@ void collect(const toml::table& table, const std::string& prefix, const std::str
     }
     const Field& field = find_field(key, origin);
     auto value = to_value(node);
-    FSDP_CHECK(value.has_value(), UsageError, "{}: {}: expected {}, got a TOML value of another type", origin, key, expectation(field));
+    FSDP_CHECK(value.has_value(), UsageError, "{}: {}: expected {}, got a TOML value of another type", origin, key,
+               expectation(field));
     settings[key] = {std::move(*value), origin};
   }
 }
@@ -62,14 +63,17 @@ toml::table parse_file(const std::filesystem::path& path) {
 
 // The text after "=" as TOML; a bare word is a text.
 Value parse_value(const std::string& text, const Field& field, const std::string& origin) {
-  if (std::holds_alternative<std::string& (*)(TrainConfig&)>(field.target) && !text.starts_with('"') && !text.starts_with('\'')) return text;
+  if (std::holds_alternative<std::string& (*)(TrainConfig&)>(field.target) && !text.starts_with('"') &&
+      !text.starts_with('\''))
+    return text;
   try {
     const auto table = toml::parse("value = " + text);
     if (auto value = to_value(*table.get("value"))) return *value;
   } catch (const toml::parse_error&) {
     // Refused below, with what was expected.
   }
-  if (std::holds_alternative<TextList& (*)(TrainConfig&)>(field.target) && !text.starts_with('[')) return TextList{text};
+  if (std::holds_alternative<TextList& (*)(TrainConfig&)>(field.target) && !text.starts_with('['))
+    return TextList{text};
   throw UsageError(fmt::format("{}: {}: expected {}, got {}", origin, field.key, expectation(field), text));
 }
 
@@ -96,8 +100,8 @@ TrainConfig read_train_config(const ConfigSources& sources) {
     } else if (field.key == "model.preset") {
       assign(field, config, config.model.preset, "default");
     } else {
-      FSDP_CHECK(!field.required, UsageError, "{}: {} is missing; expected {} ({})", sources.file.string(), field.key, expectation(field),
-                 field.meaning);
+      FSDP_CHECK(!field.required, UsageError, "{}: {} is missing; expected {} ({})", sources.file.string(), field.key,
+                 expectation(field), field.meaning);
     }
   }
   return config;

@@ -34,7 +34,8 @@ Field flag(std::string_view key, std::string_view meaning, Accessor accessor) {
   return {key, meaning, target<bool>(accessor)};
 }
 template <typename Accessor>
-Field text(std::string_view key, std::string_view meaning, Accessor accessor, std::vector<std::string_view> choices = {}) {
+Field text(std::string_view key, std::string_view meaning, Accessor accessor,
+           std::vector<std::string_view> choices = {}) {
   return {.key = key, .meaning = meaning, .target = target<std::string>(accessor), .choices = std::move(choices)};
 }
 template <typename Accessor>
@@ -46,8 +47,10 @@ constexpr double kMany = 1e9;
 
 std::vector<Field> make_fields() {
   return {
-      text("model.preset", "size by name; the other model keys override it", FIELD(model.preset), models::preset_names()),
-      integer("model.vocabulary", "token kinds; text is read as bytes, so at least 256", FIELD(model.shape.vocabulary), 256, kMany),
+      text("model.preset", "size by name; the other model keys override it", FIELD(model.preset),
+           models::preset_names()),
+      integer("model.vocabulary", "token kinds; text is read as bytes, so at least 256", FIELD(model.shape.vocabulary),
+              256, kMany),
       integer("model.layers", "transformer blocks", FIELD(model.shape.layers), 1, 10000),
       integer("model.width", "features a token", FIELD(model.shape.width), 1, 1 << 20),
       integer("model.heads", "query heads", FIELD(model.shape.heads), 1, 65536),
@@ -59,20 +62,29 @@ std::vector<Field> make_fields() {
       flag("model.tied_embeddings", "output head = token embedding", FIELD(model.shape.tied_embeddings)),
 
       texts("data.files", "plain text files, read as bytes", FIELD(data.files), true),
-      number("data.validation_fraction", "share of the bytes held out, from the end", FIELD(data.validation_fraction), 0.0001, 0.9),
+      number("data.validation_fraction", "share of the bytes held out, from the end", FIELD(data.validation_fraction),
+             0.0001, 0.9),
 
-      texts("mesh.axes", "\"name=size\" of each axis, the last varies fastest; empty: \"dp\" of all ranks", FIELD(mesh.axes), false),
+      texts("mesh.axes", "\"name=size\" of each axis, the last varies fastest; empty: \"dp\" of all ranks",
+            FIELD(mesh.axes), false),
 
       text("parallel.strategy", "what is sharded; hsdp and hfsdp need two mesh axes", FIELD(parallel.strategy),
            {"ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"}),
-      text("parallel.prefetch", "which units are gathered early", FIELD(parallel.prefetch), {"none", "depth", "recorded", "delayed_release"}),
-      integer("parallel.prefetch_amount", "units ahead, or releases held back", FIELD(parallel.prefetch_amount), 1, 1000),
-      text("parallel.reshard", "what happens to gathered weights after forward", FIELD(parallel.reshard), {"automatic", "after_forward", "never"}),
-      flag("parallel.keep_last", "the last unit of forward stays gathered until its backward", FIELD(parallel.keep_last)),
+      text("parallel.prefetch", "which units are gathered early", FIELD(parallel.prefetch),
+           {"none", "depth", "recorded", "delayed_release"}),
+      integer("parallel.prefetch_amount", "units ahead, or releases held back", FIELD(parallel.prefetch_amount), 1,
+              1000),
+      text("parallel.reshard", "what happens to gathered weights after forward", FIELD(parallel.reshard),
+           {"automatic", "after_forward", "never"}),
+      flag("parallel.keep_last", "the last unit of forward stays gathered until its backward",
+           FIELD(parallel.keep_last)),
       flag("parallel.keep_first", "the first unit stays gathered between microbatches", FIELD(parallel.keep_first)),
-      integer("parallel.reduction_delay", "packed units held back before their reduction", FIELD(parallel.reduction_delay), 0, 1000),
-      flag("parallel.unify_communication_stream", "gathers and reductions share one stream", FIELD(parallel.unify_communication_stream)),
-      text("parallel.reduce", "when gradients of several microbatches are reduced", FIELD(parallel.reduce), {"every_microbatch", "last_microbatch"}),
+      integer("parallel.reduction_delay", "packed units held back before their reduction",
+              FIELD(parallel.reduction_delay), 0, 1000),
+      flag("parallel.unify_communication_stream", "gathers and reductions share one stream",
+           FIELD(parallel.unify_communication_stream)),
+      text("parallel.reduce", "when gradients of several microbatches are reduced", FIELD(parallel.reduce),
+           {"every_microbatch", "last_microbatch"}),
       text("parallel.param_dtype", "of gathered weights and compute", FIELD(parallel.param_dtype), {"fp32", "bf16"}),
       text("parallel.reduce_dtype", "of gradients on the wire", FIELD(parallel.reduce_dtype), {"fp32", "bf16"}),
 
@@ -83,8 +95,10 @@ std::vector<Field> make_fields() {
       number("optimizer.momentum", "sgd: momentum", FIELD(optimizer.momentum), 0, 0.999999),
       number("optimizer.weight_decay", "of matrices; norms have none", FIELD(optimizer.weight_decay), 0, 100),
       integer("optimizer.warmup_steps", "steps of linear warm-up", FIELD(optimizer.warmup_steps), 0, kMany),
-      text("optimizer.decay", "shape of the learning rate after warm-up", FIELD(optimizer.decay), {"constant", "linear", "cosine"}),
-      number("optimizer.final_fraction", "last learning rate as a share of the highest", FIELD(optimizer.final_fraction), 0, 1),
+      text("optimizer.decay", "shape of the learning rate after warm-up", FIELD(optimizer.decay),
+           {"constant", "linear", "cosine"}),
+      number("optimizer.final_fraction", "last learning rate as a share of the highest",
+             FIELD(optimizer.final_fraction), 0, 1),
       number("optimizer.clip_norm", "largest gradient norm; 0: no clipping", FIELD(optimizer.clip_norm), 0, 1e12),
 
       integer("run.steps", "optimizer steps", FIELD(run.steps), 1, kMany),
@@ -99,7 +113,8 @@ std::vector<Field> make_fields() {
       integer("run.sample_length", "tokens of text sampled at the end; 0: none", FIELD(run.sample_length), 0, 1 << 20),
       text("run.sample_prompt", "text that the sample continues", FIELD(run.sample_prompt)),
       number("run.sample_temperature", "0: always the likeliest byte", FIELD(run.sample_temperature), 0, 100),
-      number("run.max_seconds", "training ends at the next step after so long; 0: no limit", FIELD(run.max_seconds), 0, 1e9),
+      number("run.max_seconds", "training ends at the next step after so long; 0: no limit", FIELD(run.max_seconds), 0,
+             1e9),
   };
 }
 #undef FIELD
@@ -141,7 +156,8 @@ const Field& find_field(std::string_view key, const std::string& origin) {
       nearest = &field;
     }
   }
-  throw UsageError(fmt::format("{}: unknown key {}; the nearest is {}, `fsdp train --list-keys` shows all", origin, key, nearest->key));
+  throw UsageError(fmt::format("{}: unknown key {}; the nearest is {}, `fsdp train --list-keys` shows all", origin, key,
+                               nearest->key));
 }
 
 std::string expectation(const Field& field) {
@@ -149,7 +165,8 @@ std::string expectation(const Field& field) {
   if (holds<bool>(field.target)) return "true or false";
   if (holds<std::string>(field.target)) return "a text";
   if (holds<TextList>(field.target)) return "a list of texts";
-  return fmt::format("{} from {} to {}", holds<std::int64_t>(field.target) ? "an integer" : "a number", field.minimum, field.maximum);
+  return fmt::format("{} from {} to {}", holds<std::int64_t>(field.target) ? "an integer" : "a number", field.minimum,
+                     field.maximum);
 }
 
 void assign(const Field& field, TrainConfig& config, const Value& value, const std::string& origin) {
@@ -159,7 +176,8 @@ void assign(const Field& field, TrainConfig& config, const Value& value, const s
         T result;
         if (const T* same = std::get_if<T>(&value)) {
           result = *same;
-        } else if (const auto* whole = std::get_if<std::int64_t>(&value); whole != nullptr && std::is_same_v<T, double>) {
+        } else if (const auto* whole = std::get_if<std::int64_t>(&value);
+                   whole != nullptr && std::is_same_v<T, double>) {
           if constexpr (std::is_same_v<T, double>) result = static_cast<double>(*whole);
         } else {
           return false;
@@ -184,7 +202,8 @@ std::string describe_fields(TrainConfig config) {
   std::string result;
   for (const Field& field : config_fields()) {
     const Value value = std::visit([&](auto accessor) { return Value(accessor(config)); }, field.target);
-    result += fmt::format("{:<38} = {:<18}  # {}; {}\n", field.key, field.required ? "(required)" : show(value), field.meaning, expectation(field));
+    result += fmt::format("{:<38} = {:<18}  # {}; {}\n", field.key, field.required ? "(required)" : show(value),
+                          field.meaning, expectation(field));
   }
   return result;
 }

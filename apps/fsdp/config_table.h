@@ -17,8 +17,8 @@ using TextList = std::vector<std::string>;
 using Value = std::variant<std::int64_t, double, bool, std::string, TextList>;
 
 // Where the value lives.
-using Target = std::variant<std::int64_t& (*)(TrainConfig&), double& (*)(TrainConfig&), bool& (*)(TrainConfig&), std::string& (*)(TrainConfig&),
-                            TextList& (*)(TrainConfig&)>;
+using Target = std::variant<std::int64_t& (*)(TrainConfig&), double& (*)(TrainConfig&), bool& (*)(TrainConfig&),
+                            std::string& (*)(TrainConfig&), TextList& (*)(TrainConfig&)>;
 
 struct Field {
   std::string_view key;
@@ -32,10 +32,12 @@ struct Field {
 
 [[nodiscard]] const std::vector<Field>& config_fields();
 
-// Throws UsageError, starting with `origin` (such as "demo.toml:3"), for a key that does not exist and names the nearest.
+// Throws UsageError, starting with `origin` (such as "demo.toml:3"), for a key that does not exist and names the
+// nearest.
 [[nodiscard]] const Field& find_field(std::string_view key, const std::string& origin);
 
-// Throws UsageError naming origin, key, what is expected and what came. "model.preset" also sets the other model fields.
+// Throws UsageError naming origin, key, what is expected and what came. "model.preset" also sets the other model
+// fields.
 void assign(const Field& field, TrainConfig& config, const Value& value, const std::string& origin);
 
 // "an integer from 1 to 4096", "one of adamw, sgd"

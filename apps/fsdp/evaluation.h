@@ -9,7 +9,7 @@
 
 namespace fsdp::app {
 
-[[nodiscard]] double validation_loss(models::Transformer& model, const TextDataset& data, const RunConfig& run, const World& world,
-                                     const Agreement& agreement);
+[[nodiscard]] double validation_loss(models::Transformer& model, const TextDataset& data, const RunConfig& run,
+                                     const World& world, const Agreement& agreement);
 
 }  // namespace fsdp::app

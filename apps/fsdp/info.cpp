@@ -36,7 +36,8 @@ std::string info() {
       "comm simulated   yes (virtual clock)\n"
       "comm mpi         no (not in this version)\n"
       "comm nccl        no (not in this version)",
-      FSDP_VERSION, TORCH_VERSION, at::get_cpu_capability(), std::thread::hardware_concurrency(), at::get_num_threads(), cuda());
+      FSDP_VERSION, TORCH_VERSION, at::get_cpu_capability(), std::thread::hardware_concurrency(), at::get_num_threads(),
+      cuda());
 }
 
 }  // namespace fsdp::app

@@ -44,8 +44,9 @@ std::string Progress::describe(const StepResult& result) const {
   double left = smooth_seconds_ * static_cast<double>(options_.steps - result.step);
   if (options_.max_seconds > 0) left = std::min(left, std::max(0.0, options_.max_seconds - total_seconds_));
   const double speed = smooth_seconds_ > 0 ? static_cast<double>(result.tokens) / smooth_seconds_ : 0;
-  return fmt::format("step {}/{}  loss {:.4f}  {:.0f} tokens/s  exposed {:.1f} %  memory {}  left {}", result.step, options_.steps, result.loss, speed,
-                     100 * smooth_exposed_, format_bytes(result.peak_bytes), format_duration(left));
+  return fmt::format("step {}/{}  loss {:.4f}  {:.0f} tokens/s  exposed {:.1f} %  memory {}  left {}", result.step,
+                     options_.steps, result.loss, speed, 100 * smooth_exposed_, format_bytes(result.peak_bytes),
+                     format_duration(left));
 }
 
 void Progress::end_live() {

@@ -35,14 +35,14 @@ class Progress {
 
   ProgressOptions options_;
   std::mutex mutex_;
-  double smooth_seconds_ = 0;   // of a step, a moving average
+  double smooth_seconds_ = 0;  // of a step, a moving average
   double smooth_exposed_ = 0;
   double total_seconds_ = 0;
   bool live_shown_ = false;
   std::chrono::steady_clock::time_point last_drawn_{};
 };
 
-[[nodiscard]] std::string format_bytes(std::int64_t bytes);      // "1.5 GiB"
-[[nodiscard]] std::string format_duration(double seconds);       // "3:05", "2:03:05"
+[[nodiscard]] std::string format_bytes(std::int64_t bytes);  // "1.5 GiB"
+[[nodiscard]] std::string format_duration(double seconds);   // "3:05", "2:03:05"
 
 }  // namespace fsdp::app

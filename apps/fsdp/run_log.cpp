@@ -26,11 +26,14 @@ void RunLog::step(const StepResult& result) {
          {"exposed", result.exposed}});
 }
 
-void RunLog::validation(std::int64_t step, double loss) { write({{"event", "validation"}, {"step", step}, {"validation_loss", loss}}); }
+void RunLog::validation(std::int64_t step, double loss) {
+  write({{"event", "validation"}, {"step", step}, {"validation_loss", loss}});
+}
 
 void RunLog::done(const RunResult& result) {
   nlohmann::ordered_json object{{"event", result.interrupted ? "interrupted" : "done"}};
-  object["validation_loss"] = result.validation_loss ? nlohmann::ordered_json(*result.validation_loss) : nlohmann::ordered_json();
+  object["validation_loss"] =
+      result.validation_loss ? nlohmann::ordered_json(*result.validation_loss) : nlohmann::ordered_json();
   object.update({{"parameters", result.parameters},
                  {"ranks", result.ranks},
                  {"steps", result.steps},

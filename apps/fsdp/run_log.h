@@ -12,7 +12,8 @@ namespace fsdp::app {
 
 class RunLog {
  public:
-  // Makes the parent folder and replaces the file. An empty path: nothing is written. Throws UsageError naming the path.
+  // Makes the parent folder and replaces the file. An empty path: nothing is written. Throws UsageError naming the
+  // path.
   explicit RunLog(const std::filesystem::path& path);
 
   void step(const StepResult& result);

@@ -7,14 +7,15 @@
 namespace fsdp::app {
 
 struct StepResult {
-  std::int64_t step = 0;         // from 1
-  double loss = 0;               // nats a token, mean over the global batch, before the update
-  double grad_norm = 0;          // before clipping
+  std::int64_t step = 0;  // from 1
+  double loss = 0;        // nats a token, mean over the global batch, before the update
+  double grad_norm = 0;   // before clipping
   double learning_rate = 0;
   double seconds = 0;
-  std::int64_t tokens = 0;       // of all ranks
-  std::int64_t peak_bytes = 0;   // of rank 0 so far, by the library's books: weights, gradients, optimizer state, buffers
-  double exposed = 0;            // share of the time in which rank 0 stood still for communication
+  std::int64_t tokens = 0;  // of all ranks
+  std::int64_t peak_bytes =
+      0;               // of rank 0 so far, by the library's books: weights, gradients, optimizer state, buffers
+  double exposed = 0;  // share of the time in which rank 0 stood still for communication
 
   [[nodiscard]] double tokens_per_second() const { return seconds > 0 ? static_cast<double>(tokens) / seconds : 0; }
 };
@@ -24,7 +25,7 @@ struct RunResult {
   std::int64_t parameters = 0;
   int ranks = 1;
   std::int64_t steps = 0;
-  double seconds = 0;            // of training steps, evaluation left out
+  double seconds = 0;  // of training steps, evaluation left out
   std::int64_t tokens = 0;
   double exposed = 0;
   std::int64_t peak_bytes = 0;

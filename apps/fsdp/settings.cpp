@@ -37,7 +37,8 @@ ContextOptions context_options(const TrainConfig& config) {
   ContextOptions options;
   options.prefetch = prefetch(parallel);
   options.reduction = Reduction{static_cast<int>(parallel.reduction_delay)};
-  options.reduce = parallel.reduce == "last_microbatch" ? ReducePolicy::last_microbatch : ReducePolicy::every_microbatch;
+  options.reduce =
+      parallel.reduce == "last_microbatch" ? ReducePolicy::last_microbatch : ReducePolicy::every_microbatch;
   options.keep_last = parallel.keep_last;
   options.keep_first = parallel.keep_first;
   options.unify_communication_stream = parallel.unify_communication_stream;
@@ -62,7 +63,9 @@ LearningRateSchedule learning_rate_schedule(const TrainConfig& config) {
           .final_fraction = optimizer.final_fraction,
           .warmup_steps = optimizer.warmup_steps,
           .total_steps = config.run.steps,
-          .decay = optimizer.decay == "cosine" ? Decay::cosine : optimizer.decay == "linear" ? Decay::linear : Decay::constant};
+          .decay = optimizer.decay == "cosine"   ? Decay::cosine
+                   : optimizer.decay == "linear" ? Decay::linear
+                                                 : Decay::constant};
 }
 
 }  // namespace fsdp::app

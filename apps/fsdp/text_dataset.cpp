@@ -51,8 +51,9 @@ TextDataset::TextDataset(const std::vector<std::string>& files, const TextDatase
   train_size_ = static_cast<std::size_t>(static_cast<double>(text_.size()) * (1.0 - options.validation_fraction));
   const auto check = [&](const char* part, std::size_t size) {
     FSDP_CHECK(size >= static_cast<std::size_t>(options.context) + 1, UsageError,
-               "data.files: {} of {} bytes of {} are for {}, but one sequence needs run.context + 1 = {}; give more text or a shorter context", size,
-               text_.size(), files.empty() ? "no file" : files.front(), part, options.context + 1);
+               "data.files: {} of {} bytes of {} are for {}, but one sequence needs run.context + 1 = {}; give more "
+               "text or a shorter context",
+               size, text_.size(), files.empty() ? "no file" : files.front(), part, options.context + 1);
   };
   check("training", train_text().size());
   check("validation", validation_text().size());
@@ -62,7 +63,8 @@ TextBatch TextDataset::train_batch(std::int64_t step, std::int64_t first, std::i
   const auto choices = train_size_ - static_cast<std::size_t>(options_.context);
   std::vector<std::size_t> starts;
   for (std::int64_t i = first; i < first + count; ++i) {
-    starts.push_back(mix(mix(mix(options_.seed) + static_cast<std::uint64_t>(step)) + static_cast<std::uint64_t>(i)) % choices);
+    starts.push_back(mix(mix(mix(options_.seed) + static_cast<std::uint64_t>(step)) + static_cast<std::uint64_t>(i)) %
+                     choices);
   }
   return make_batch(train_text(), starts, options_.context);
 }

@@ -29,8 +29,8 @@ class TextDataset {
  public:
   static constexpr std::int64_t kVocabulary = 256;
 
-  // The files joined in the order given. Throws UsageError naming a file that is missing, unreadable or empty, and texts
-  // too short for one sequence.
+  // The files joined in the order given. Throws UsageError naming a file that is missing, unreadable or empty, and
+  // texts too short for one sequence.
   TextDataset(const std::vector<std::string>& files, const TextDatasetOptions& options);
 
   // Sequences [first, first + count) of a step.

@@ -19,16 +19,18 @@ std::string describe(const TrainConfig& config, const TextDataset& data) {
   return fmt::format(
       "model: {} parameters, {} layers x {} wide, {} heads, {} kv heads\n"
       "data: {} of training text, {} held out\n"
-      "run: {} in-process ranks, {}, {} steps of {} sequences x {} tokens, {} microbatches",
-      shape.parameter_count(), shape.layers, shape.width, shape.heads, shape.kv_heads, format_bytes(static_cast<std::int64_t>(data.train_text().size())),
-      format_bytes(static_cast<std::int64_t>(data.validation_text().size())), run.ranks, config.parallel.strategy, run.steps, run.batch, run.context,
-      run.microbatches);
+      "run: {} in-process ranks, {}, {} steps of {} sequences x {} tokens in {} microbatches",
+      shape.parameter_count(), shape.layers, shape.width, shape.heads, shape.kv_heads,
+      format_bytes(static_cast<std::int64_t>(data.train_text().size())),
+      format_bytes(static_cast<std::int64_t>(data.validation_text().size())), run.ranks, config.parallel.strategy,
+      run.steps, run.batch, run.context, run.microbatches);
 }
 
 std::string describe(const RunResult& result) {
-  std::string text = fmt::format("{} steps in {} ({:.0f} tokens/s), {:.1f} % of the time exposed", result.steps, format_duration(result.seconds),
-                                 result.tokens_per_second(), 100 * result.exposed);
-  if (result.skipped_steps > 0) text += fmt::format(", {} steps skipped for gradients that were not finite", result.skipped_steps);
+  std::string text = fmt::format("{} steps in {} ({:.0f} tokens/s), {:.1f} % of the time exposed", result.steps,
+                                 format_duration(result.seconds), result.tokens_per_second(), 100 * result.exposed);
+  if (result.skipped_steps > 0)
+    text += fmt::format(", {} steps skipped for gradients that were not finite", result.skipped_steps);
   if (result.out_of_time) text += ", ended by run.max_seconds";
   if (result.interrupted) text += ", interrupted";
   return text;

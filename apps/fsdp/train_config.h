@@ -20,7 +20,8 @@ struct DataConfig {
 };
 
 struct MeshConfig {
-  std::vector<std::string> axes;  // "name=size", the last one spans neighbouring ranks; empty: one axis "dp" of all ranks
+  std::vector<std::string>
+      axes;  // "name=size", the last one spans neighbouring ranks; empty: one axis "dp" of all ranks
 };
 
 struct ParallelConfig {
@@ -52,14 +53,14 @@ struct OptimizerConfig {
 
 struct RunConfig {
   std::int64_t steps = 100;
-  std::int64_t batch = 8;          // sequences a step, over all ranks and microbatches
-  std::int64_t context = 128;      // tokens a sequence
+  std::int64_t batch = 8;      // sequences a step, over all ranks and microbatches
+  std::int64_t context = 128;  // tokens a sequence
   std::int64_t microbatches = 1;
   std::int64_t ranks = 1;
   std::int64_t seed = 0;
   std::int64_t eval_interval = 0;  // steps; 0: only at the end
   std::int64_t eval_batches = 8;
-  std::int64_t log_interval = 10;  // steps
+  std::int64_t log_interval = 10;    // steps
   std::int64_t sample_length = 200;  // tokens; 0: none
   std::string sample_prompt = "In the beginning ";
   double sample_temperature = 0.8;

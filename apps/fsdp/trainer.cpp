@@ -36,11 +36,14 @@ std::unique_ptr<ShardedOptimizer> make_optimizer(FsdpContext& context, const Opt
     return options;
   };
   if (config.name == "sgd") {
-    const SgdOptions options{.learning_rate = config.learning_rate, .momentum = config.momentum, .weight_decay = config.weight_decay};
+    const SgdOptions options{
+        .learning_rate = config.learning_rate, .momentum = config.momentum, .weight_decay = config.weight_decay};
     return std::make_unique<Sgd>(context, options, no_decay_of_vectors);
   }
-  const AdamWOptions options{
-      .learning_rate = config.learning_rate, .beta1 = config.beta1, .beta2 = config.beta2, .weight_decay = config.weight_decay};
+  const AdamWOptions options{.learning_rate = config.learning_rate,
+                             .beta1 = config.beta1,
+                             .beta2 = config.beta2,
+                             .weight_decay = config.weight_decay};
   return std::make_unique<AdamW>(context, options, no_decay_of_vectors);
 }
 
@@ -66,7 +69,8 @@ Trainer::Trainer(World world, const TrainShared& shared)
       model_(on_meta(config_.model.shape)),
       agreement_(world_),
       context_(FsdpContext::create(DeviceMesh(world_, mesh_axes(config_)), context_options(config_))),
-      profiler_(leads() ? shared.profile : std::filesystem::path{}, world_.runtime(), static_cast<int>(world_.rank().value()), config_.run.steps) {
+      profiler_(leads() ? shared.profile : std::filesystem::path{}, world_.runtime(),
+                static_cast<int>(world_.rank().value()), config_.run.steps) {
   models::shard_transformer(*context_, model_, unit_options(config_));
   const auto init = [&](const std::string& name, at::Tensor& whole, at::Generator& generator) {
     models::initialize_transformer(config_.model.shape, name, whole, generator);
@@ -94,7 +98,8 @@ RunResult Trainer::run() {
       result_.out_of_time = stop.out_of_time && !stop.interrupted;
       break;
     }
-    if (run.eval_interval > 0 && result_.steps % run.eval_interval == 0 && result_.steps < run.steps) evaluate(result_.steps);
+    if (run.eval_interval > 0 && result_.steps % run.eval_interval == 0 && result_.steps < run.steps)
+      evaluate(result_.steps);
   }
   result_.exposed = result_.seconds > 0 ? exposed_seconds / result_.seconds : 0;
   result_.skipped_steps = optimizer_->skipped_steps();
@@ -130,7 +135,8 @@ Trainer::Stop Trainer::step(std::int64_t index, StepResult& result) {
   const double clip = config_.optimizer.clip_norm;
   const auto norm = clip > 0 ? clip_grad_norm_(*context_, clip) : grad_norm(*context_);
   optimizer_->step(norm);
-  result_.peak_bytes = std::max(result_.peak_bytes, context_->memory_report().total().value() + optimizer_->state_bytes().value());
+  result_.peak_bytes =
+      std::max(result_.peak_bytes, context_->memory_report().total().value() + optimizer_->state_bytes().value());
   optimizer_->zero_grad();
 
   const bool late = run.max_seconds > 0 && result_.seconds + seconds_since(start) >= run.max_seconds;

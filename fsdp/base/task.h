@@ -19,6 +19,7 @@ class Task {
   Task(F&& function) {  // NOLINT(google-explicit-constructor): a lambda is a task
     using Function = std::remove_cvref_t<F>;
     static_assert(sizeof(Function) <= kCapacity, "capture less: a Task never allocates");
+    static_assert(alignof(Function) <= alignof(std::max_align_t));
     static_assert(std::is_nothrow_move_constructible_v<Function>);
     new (storage_) Function(std::forward<F>(function));
     manage_ = [](Operation operation, void* self, void* target) {

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "fsdp/base/check.h"
+#include "fsdp/comm/reduce_kernels.h"
 
 namespace fsdp {
 
@@ -15,17 +16,32 @@ std::string describe(const Collective& operation) {
 Communicator::Communicator(std::shared_ptr<CommunicatorBackend> backend, std::shared_ptr<Runtime> runtime, Rank rank, int size, std::string name)
     : state_(std::make_shared<State>(State{std::move(backend), std::move(runtime), rank, size, std::move(name), 0, Bytes(0)})) {}
 
+int Communicator::size() const {
+  FSDP_CHECK(state_ != nullptr, UsageError, "this communicator was never created");
+  return state_->size;
+}
+
+Rank Communicator::rank() const {
+  FSDP_CHECK(state_ != nullptr, UsageError, "this communicator was never created");
+  return state_->rank;
+}
+
 void Communicator::launch(Collective operation, std::int64_t largest_count, const Stream& stream) const {
   FSDP_CHECK(state_ != nullptr, UsageError, "{} \"{}\": this communicator was never created", trace::to_string(operation.kind), operation.label);
   FSDP_CHECK(stream, UsageError, "{} \"{}\" on communicator {}: the stream was never created", trace::to_string(operation.kind), operation.label, state_->name);
   FSDP_CHECK(operation.count >= 0, UsageError, "{} \"{}\" on communicator {}: expected a count of 0 or more elements, got {}",
              trace::to_string(operation.kind), operation.label, state_->name, operation.count);
+  if (operation.kind == trace::Kind::reduce_scatter || operation.kind == trace::Kind::all_reduce) {
+    FSDP_CHECK(can_reduce(operation.dtype), UsageError, "{} \"{}\" on communicator {}: cannot reduce {}; expected Float, Double, BFloat16, Half, Int or Long",
+               trace::to_string(operation.kind), operation.label, state_->name, c10::toString(operation.dtype));
+  }
   FSDP_CHECK(operation.peer >= 0 && operation.peer < state_->size, UsageError, "{} \"{}\" on communicator {}: expected a rank from 0 to {}, got {}",
              trace::to_string(operation.kind), operation.label, state_->name, state_->size - 1, operation.peer);
   operation.sequence = ++state_->sequence;
   const std::int64_t bytes = largest_count * static_cast<std::int64_t>(c10::elementSize(operation.dtype));
   TaskOptions options;
-  options.small = bytes <= state_->inline_limit.value();
+  // A message waits for its peer's call, which may come after one of ours: never on the calling thread.
+  options.small = state_->inline_limit > Bytes(0) && Bytes(bytes) <= state_->inline_limit && operation.kind != trace::Kind::send_recv;
   if (auto* recorder = state_->runtime->recorder()) {
     options.span = recorder->issue(recorder->intern(operation.label), operation.kind, stream.id());
     options.span->sequence = operation.sequence;

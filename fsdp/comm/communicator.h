@@ -27,8 +27,8 @@ class Communicator {
   Communicator() = default;
   Communicator(std::shared_ptr<CommunicatorBackend> backend, std::shared_ptr<Runtime> runtime, Rank rank, int size, std::string name);
 
-  [[nodiscard]] Rank rank() const { return state_->rank; }
-  [[nodiscard]] int size() const { return state_->size; }
+  [[nodiscard]] Rank rank() const;
+  [[nodiscard]] int size() const;
   [[nodiscard]] const std::string& name() const { return state_->name; }
   [[nodiscard]] explicit operator bool() const { return state_ != nullptr; }
 

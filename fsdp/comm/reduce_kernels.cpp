@@ -48,6 +48,18 @@ void dispatch(std::span<const void* const> inputs, void* out, std::int64_t count
 
 }  // namespace
 
+bool can_reduce(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::kFloat:
+    case c10::kDouble:
+    case c10::kBFloat16:
+    case c10::kHalf:
+    case c10::kInt:
+    case c10::kLong: return true;
+    default: return false;
+  }
+}
+
 void reduce_on_cpu(std::span<const void* const> inputs, void* out, std::int64_t count, c10::ScalarType dtype, ReduceOp op) {
   switch (dtype) {
     case c10::kFloat: return dispatch<float>(inputs, out, count, op);

@@ -1,5 +1,7 @@
 #include "fsdp/layout/placement.h"
 
+#include <utility>
+
 #include "fsdp/base/check.h"
 #include "fsdp/layout/transition.h"
 
@@ -38,6 +40,13 @@ void Strategy::validate() const {
   check_list("parameter", parameter, Placement::partial);
   check_list("gradient", gradient, Placement::replicate);
   check_list("optimizer", optimizer, Placement::partial);
+  for (std::size_t i = 0; i < axes.size(); ++i) {
+    for (const auto& [what, list] : {std::pair{"parameter", &parameter}, std::pair{"gradient", &gradient}}) {
+      FSDP_CHECK((*list)[i] != Placement::flat || optimizer[i] == Placement::flat, UsageError,
+                 "strategy \"{}\": the {} is flat on axis \"{}\" where the optimizer is {}; what is flat for the {} must be flat for the optimizer", name, what,
+                 axes[i], to_string(optimizer[i]), what);
+    }
+  }
   // Each of these throws when the data cannot take the step: gradients into the optimizer's placement, main weights
   // into the compute placement, compute weights into whole ones.
   (void)plan_redistribution(PlacementList(axes.size(), Placement::partial), gradient);

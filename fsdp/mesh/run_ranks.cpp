@@ -24,28 +24,35 @@ class GroupRegistry {
 
   std::shared_ptr<ThreadsGroup> find_or_create(std::span<const int> ranks, const std::string& key) {
     std::lock_guard lock(mutex_);
-    auto& group = groups_[key];
-    auto alive = group.lock();
-    if (!alive) {
-      alive = std::make_shared<ThreadsGroup>(key.substr(0, key.find('/')), std::vector<int>(ranks.begin(), ranks.end()), deadline_);
-      group = alive;
-      if (!failure_.empty()) alive->abort(failure_);
+    Entry& entry = groups_[key];
+    auto group = entry.group.lock();
+    if (!group) {
+      group = std::make_shared<ThreadsGroup>(key.substr(0, key.find('/')), std::vector<int>(ranks.begin(), ranks.end()), deadline_);
+      entry = {group, group, 0};
+      if (!failure_.empty()) group->abort(failure_);
     }
-    return alive;
+    // Kept until all members have joined: one that joins late still learns what happened to the group.
+    if (++entry.joined == static_cast<int>(ranks.size())) entry.until_joined.reset();
+    return group;
   }
 
   void abort(const std::string& reason) {
     std::lock_guard lock(mutex_);
     if (failure_.empty()) failure_ = reason;
-    for (auto& [key, group] : groups_) {
-      if (auto alive = group.lock()) alive->abort(reason);
+    for (auto& [key, entry] : groups_) {
+      if (auto group = entry.group.lock()) group->abort(reason);
     }
   }
 
  private:
   std::chrono::milliseconds deadline_;
   std::mutex mutex_;
-  std::map<std::string, std::weak_ptr<ThreadsGroup>> groups_;
+  struct Entry {
+    std::weak_ptr<ThreadsGroup> group;
+    std::shared_ptr<ThreadsGroup> until_joined;
+    int joined = 0;
+  };
+  std::map<std::string, Entry> groups_;
   std::string failure_;
 };
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 
+#include <fmt/ranges.h>
+
 #include "fsdp/base/check.h"
 #include "fsdp/base/env.h"
 #include "fsdp/comm/simulated/simulated_backend.h"
@@ -59,8 +61,9 @@ Communicator World::create_communicator(std::span<const int> ranks, const std::s
   const auto mine = std::find(ranks.begin(), ranks.end(), static_cast<int>(rank().value()));
   FSDP_CHECK(mine != ranks.end(), UsageError, "communicator {}: rank {} is not among its ranks", name, rank().value());
   const int group_rank = static_cast<int>(mine - ranks.begin());
-  // Every member makes its groups in the same order; two groups made at the same count differ in their first rank.
-  const std::string key = fmt::format("{}/{}/{}", name, backend_->groups_created++, ranks.front());
+  // The members make their common groups in the same order, whatever groups each makes with others.
+  const int count = backend_->groups_created[{ranks.begin(), ranks.end()}]++;
+  const std::string key = fmt::format("{}/{}/{}", name, fmt::join(ranks, ","), count);
   return Communicator(backend_->create_group(ranks, group_rank, key), backend_->runtime, Rank(group_rank), static_cast<int>(ranks.size()), name);
 }
 

@@ -5,9 +5,11 @@
 
 #include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "fsdp/base/types.h"
 #include "fsdp/comm/communicator.h"
@@ -51,7 +53,7 @@ class World {
     std::function<std::shared_ptr<CommunicatorBackend>(std::span<const int> ranks, int group_rank, const std::string& key)> create_group;
     // Makes every group of the job fail with this reason.
     std::function<void(const std::string& reason)> abort;
-    int groups_created = 0;
+    std::map<std::vector<int>, int> groups_created;  // by members
   };
   explicit World(std::shared_ptr<Backend> backend) : backend_(std::move(backend)) {}
 

@@ -98,10 +98,8 @@ FsdpContext::MicrobatchScope FsdpContext::microbatch(const MicrobatchOptions& op
 void FsdpContext::finish_grad_sync() { scheduler_->finish_grad_sync(); }
 void FsdpContext::reset() { scheduler_->reset(); }
 
-FsdpContext::UnshardScope::UnshardScope(FsdpModule& unit) : unit_(unit), was_gathered_(unit.gathered()) { unit_.unshard(); }
-FsdpContext::UnshardScope::~UnshardScope() {
-  if (!was_gathered_) unit_.reshard();
-}
+FsdpContext::UnshardScope::UnshardScope(FsdpModule& unit) : unit_(unit) { unit_.pin(); }
+FsdpContext::UnshardScope::~UnshardScope() { unit_.unpin(); }
 
 const std::vector<std::shared_ptr<FsdpModule>>& FsdpContext::units() const { return scheduler_->units(); }
 

@@ -108,7 +108,6 @@ class FsdpContext {
 
    private:
     FsdpModule& unit_;
-    bool was_gathered_;
   };
   UnshardScope unshard_scope(FsdpModule& unit) { return UnshardScope(unit); }
 

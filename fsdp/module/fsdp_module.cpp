@@ -33,6 +33,15 @@ Stream FsdpModule::compute_stream() const { return scheduler_.compute_stream(); 
 void FsdpModule::set_forward_prefetch(const std::vector<FsdpModule*>& units) { scheduler_.set_prefetch_list(Phase::forward, *this, units); }
 void FsdpModule::set_backward_prefetch(const std::vector<FsdpModule*>& units) { scheduler_.set_prefetch_list(Phase::backward, *this, units); }
 
+void FsdpModule::pin() {
+  unshard();
+  ++pins_;
+}
+
+void FsdpModule::unpin() {
+  if (--pins_ == 0 && !scheduler_.in_use(*this)) reshard();
+}
+
 void FsdpModule::open_window() {
   if (window_ == Window::open) return;
   if (window_ == Window::queued) scheduler_.launch_queued(*this);

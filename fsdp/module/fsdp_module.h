@@ -57,6 +57,10 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
   void set_forward_prefetch(const std::vector<FsdpModule*>& units);
   void set_backward_prefetch(const std::vector<FsdpModule*>& units);
 
+  // Gathered until `unpin`, whatever releases come in between; see FsdpContext::unshard_scope.
+  void pin();
+  void unpin();
+
   // --- Called by hooks and gradient accumulators, not by users. ---
 
   // A gradient of a trainable parameter arrived (or will never come in this window): countdown.
@@ -95,7 +99,9 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
   Event gathered_event_;
   std::int64_t epoch_ = -1;   // of the weights that are gathered
   bool kept_ = false;         // counted in the keep budget
-  bool release_queued_ = false;
+  int pins_ = 0;              // scopes that read the weights: no release meanwhile
+  bool release_queued_ = false;  // a delayed release; `read_event_` is where its readers ended
+  Event read_event_;
   int forwards_left_ = 0;     // modules of the unit whose forward is still to come
 
   // Gradients of the current backward window.

@@ -44,20 +44,34 @@ trace::Span* Scheduler::issue_span(const std::string& name, trace::Kind kind, co
 
 void Scheduler::start_epoch() {
   ++epoch_;
+  awaiting_backward_ = false;
+  leaf_versions_ = leaf_versions();
   for (auto& unit : units_) {
     for (auto& group : unit->groups()) group->drop_gradient_memory();
   }
 }
 
+// Grows with every in-place write to a leaf.
+std::int64_t Scheduler::leaf_versions() const {
+  std::int64_t sum = 0;
+  for (const auto& unit : units_) {
+    for (const auto& group : unit->groups()) {
+      for (const auto& p : group->parameters()) sum += p.leaf._version();
+    }
+  }
+  return sum;
+}
+
 // Issues the gather of a unit unless its current weights are gathered or on their way.
 void Scheduler::issue_gather(FsdpModule& unit) {
+  if (unit.groups_.empty()) return;
   if (unit.release_queued_) {  // wanted again before its delayed release
     std::erase(releases_, &unit);
     unit.release_queued_ = false;
   }
   if (unit.gathered_) {
     if (unit.epoch_ == epoch_) return;
-    release(unit);  // weights of an earlier step
+    drop(unit);  // weights of an earlier step
   }
   trace::Span* span = issue_span(unit.names_.unshard, trace::Kind::unit, gather_stream_);
   const char* label = unit.names_.unshard.c_str();
@@ -74,15 +88,22 @@ void Scheduler::issue_gather(FsdpModule& unit) {
   ++counters_.unshards;
 }
 
-// Drops the gathered weights now. Their memory goes back on the gather stream, after all readers so far.
 void Scheduler::release(FsdpModule& unit) {
-  if (!unit.gathered_) return;
+  if (unit.pins_ == 0) drop(unit);
+}
+
+bool Scheduler::in_use(const FsdpModule& unit) const {
+  return forward_depth_ > 0 || (backward_active_ && unit.in_backward_) || awaiting_backward_;
+}
+
+// Drops the gathered weights now. Their memory goes back on the gather stream, after all who read them.
+void Scheduler::drop(FsdpModule& unit) {
+  if (!unit.gathered_ || !unit.releasable_) return;  // what rests whole stays
   unit.gathered_ = false;
-  if (!unit.releasable_) return;  // what rests whole stays
   trace::Span* span = issue_span(unit.names_.reshard, trace::Kind::unit, gather_stream_);
-  Event read;
-  compute_stream().record(read);
-  gather_stream_.wait(read);
+  if (!unit.release_queued_) compute_stream().record(unit.read_event_);
+  unit.release_queued_ = false;
+  gather_stream_.wait(unit.read_event_);
   for (auto& group : unit.groups_) group->release_whole(gather_pool_);
   if (span != nullptr) span->end = gather_stream_.now();
   gathered_bytes_ -= unit.gathered_bytes_;
@@ -111,7 +132,6 @@ void Scheduler::need(FsdpModule& unit, std::optional<Phase> phase) {
   issue_gather(unit);
   if (phase) prefetch_after(unit, *phase);
   if (phase == Phase::backward && options_.reduction.delay > 0) drain_reductions(static_cast<std::size_t>(options_.reduction.delay - 1));
-  drain_releases(options_.prefetch.kind == Prefetch::Kind::delayed_release ? static_cast<std::size_t>(options_.prefetch.amount) : 0);
   compute_stream().wait(unit.gathered_event_);
 }
 
@@ -131,8 +151,11 @@ void Scheduler::unshard(FsdpModule& unit, std::optional<Phase> prefetch) {
 void Scheduler::reshard(FsdpModule& unit) {
   if (!unit.gathered_ || unit.release_queued_) return;
   if (options_.prefetch.kind == Prefetch::Kind::delayed_release && options_.prefetch.amount > 0 && unit.releasable_) {
+    // Later gathers wait for the readers up to here, and not for what computes while the release is held back.
+    compute_stream().record(unit.read_event_);
     unit.release_queued_ = true;
     releases_.push_back(&unit);
+    drain_releases(static_cast<std::size_t>(options_.prefetch.amount));
     return;
   }
   release(unit);
@@ -142,7 +165,6 @@ void Scheduler::drain_releases(std::size_t target) {
   while (releases_.size() > target) {
     FsdpModule& unit = *releases_.front();
     releases_.pop_front();
-    unit.release_queued_ = false;
     release(unit);
   }
 }
@@ -157,7 +179,8 @@ void Scheduler::release_all() {
 void Scheduler::begin_outermost_forward() {
   if (torch::autograd::get_current_graph_task_id() != -1) return;  // recomputing inside a backward
   FSDP_CHECK(!backward_active_, UsageError, "the previous backward ended with an exception: call context->reset() on every rank before going on");
-  if (weights_may_change_) start_epoch();
+  // Several forwards before one backward (two roots, a module run twice) read the same weights, unless a leaf changed.
+  if (weights_may_change_ && !(awaiting_backward_ && leaf_versions() == leaf_versions_)) start_epoch();
   Event written;
   compute_stream().record(written);
   gather_stream_.wait(written);
@@ -218,7 +241,10 @@ void Scheduler::end_outermost_forward() {
     unit->forwards_left_ = 0;
     if (!backward_expected_) reshard(*unit);
   }
-  if (backward_expected_) return;
+  if (backward_expected_) {
+    awaiting_backward_ = true;
+    return;
+  }
   release_all();  // nothing stays gathered or in flight after an evaluation
   recorded_.end();
 }
@@ -244,6 +270,9 @@ void Scheduler::ensure_backward_started(FsdpModule& unit) {
 void Scheduler::pre_backward(FsdpModule& unit) {
   ensure_backward_started(unit);
   if (unit.in_backward_ && unit.gathered_) return;
+  if (const int parent = parent_[unit.index()]; parent >= 0 && !units_[parent]->in_backward_ && !units_[parent]->reduced_in_backward_) {
+    pre_backward(*units_[parent]);  // outer before inner, whichever hook came first
+  }
   need(unit, Phase::backward);
   if (unit.in_backward_) return;
   unit.in_backward_ = true;
@@ -299,6 +328,7 @@ void Scheduler::end_of_backward() {
   recorded_.end();
   join();
   backward_active_ = false;
+  awaiting_backward_ = false;
   weights_may_change_ = microbatch_.is_last;
   if (microbatch_.is_last) end_of_step();
 }
@@ -354,7 +384,8 @@ void Scheduler::take_slot(FsdpModule& unit) {
   recycle(slot);
   slot.in_use = true;
   unit.slot_ = static_cast<int>(chosen);
-  const int leaf_slots = slots_[0].in_use + slots_[1].in_use;
+  const auto live = [](const ReduceSlot& s) { return s.in_use || !s.memory.empty(); };
+  const int leaf_slots = live(slots_[0]) + live(slots_[1]);
   counters_.peak_reduce_slots = std::max(counters_.peak_reduce_slots, leaf_slots);
 }
 
@@ -423,7 +454,7 @@ void Scheduler::reset() {
   reductions_.clear();
   for (auto& unit : units_) {
     unit->release_queued_ = false;
-    if (unit->releasable_) release(*unit);
+    if (unit->releasable_) drop(*unit);
     unit->gathered_ = false;
     unit->backward_span_ = nullptr;
     unit->in_backward_ = unit->reduced_in_backward_ = false;
@@ -440,7 +471,7 @@ void Scheduler::reset() {
   }
   recorded_.discard();
   forward_depth_ = 0;
-  backward_active_ = false;
+  backward_active_ = awaiting_backward_ = false;
   weights_may_change_ = true;
   microbatch_ = {};
 }

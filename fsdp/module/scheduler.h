@@ -43,6 +43,7 @@ class Scheduler {
   // Primitives.
   void unshard(FsdpModule& unit, std::optional<Phase> prefetch);
   void reshard(FsdpModule& unit);
+  [[nodiscard]] bool in_use(const FsdpModule& unit) const;  // by a forward, or kept for a backward to come
   void take_slot(FsdpModule& unit);
   void window_completed(FsdpModule& unit);
   void reduce(FsdpModule& unit);
@@ -85,10 +86,12 @@ class Scheduler {
   void begin_outermost_forward();
   void end_outermost_forward();
   void start_epoch();
+  [[nodiscard]] std::int64_t leaf_versions() const;
   void need(FsdpModule& unit, std::optional<Phase> phase);
   void prefetch_after(FsdpModule& unit, Phase phase);
   void issue_gather(FsdpModule& unit);
-  void release(FsdpModule& unit);
+  void release(FsdpModule& unit);  // unless pinned
+  void drop(FsdpModule& unit);     // in any case
   void release_all();
   [[nodiscard]] bool keep_after_forward(FsdpModule& unit, bool backward_expected);
 
@@ -128,6 +131,8 @@ class Scheduler {
   MicrobatchOptions microbatch_;
   std::int64_t epoch_ = 0;            // grows whenever weights may have changed since
   bool weights_may_change_ = true;    // outside of a step: between its last and the next first microbatch
+  bool awaiting_backward_ = false;    // a forward of this epoch will have one
+  std::int64_t leaf_versions_ = 0;    // when the epoch started
   int forward_depth_ = 0;
   bool backward_active_ = false;
   int graph_task_ = -1;

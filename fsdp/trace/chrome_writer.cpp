@@ -10,6 +10,13 @@ namespace fsdp::trace {
 void write_chrome_trace(const std::filesystem::path& path, std::span<const Span> spans, int rank,
                         const std::map<int, std::string>& stream_names) {
   const std::filesystem::path partial = path.string() + ".partial";
+  struct RemovePartial {
+    const std::filesystem::path& path;
+    ~RemovePartial() {
+      std::error_code ignored;
+      std::filesystem::remove(path, ignored);  // nothing there after the rename
+    }
+  } remove_partial{partial};
   {
     std::ofstream file(partial);
     FSDP_CHECK(file.good(), Error, "cannot write the trace {}: does its folder exist and is it writable?", path.string());

@@ -77,7 +77,7 @@ PY
 "$fsdp" "${tiny[@]}" --set run.steps=1000000 --log "$work/long.jsonl" >"$work/out" 2>&1 &
 pid=$!
 for _ in $(seq 1 300); do
-  [ "$(wc -l <"$work/long.jsonl" 2>/dev/null || echo 0)" -ge 5 ] && break
+  [ -f "$work/long.jsonl" ] && [ "$(wc -l <"$work/long.jsonl")" -ge 5 ] && break
   sleep 0.1
 done
 kill -INT $pid

@@ -20,7 +20,8 @@ using ::testing::HasSubstr;
 
 class ConfigTest : public ::testing::Test {
  protected:
-  ConfigTest() : path_(std::filesystem::path(::testing::TempDir()) / ("config_" + std::to_string(::getpid()) + ".toml")) {}
+  ConfigTest()
+      : path_(std::filesystem::path(::testing::TempDir()) / ("config_" + std::to_string(::getpid()) + ".toml")) {}
   ~ConfigTest() override { std::filesystem::remove(path_); }
 
   TrainConfig read(const std::string& text, std::vector<std::string> settings = {}, std::optional<int> ranks = {}) {
@@ -48,15 +49,18 @@ const std::string kData = "data.files = [\"text\"]\n";
 
 TEST_F(ConfigTest, DefaultsPresetAndOverrides) {
   const auto config = read(kData + "[model]\nwidth = 96\npreset = \"small\"\n[optimizer]\nlearning_rate = 1\n");
-  EXPECT_EQ(config.model.shape.layers, 4);   // of the preset
-  EXPECT_EQ(config.model.shape.width, 96);   // of the file, although it stands before the preset
+  EXPECT_EQ(config.model.shape.layers, 4);         // of the preset
+  EXPECT_EQ(config.model.shape.width, 96);         // of the file, although it stands before the preset
   EXPECT_EQ(config.optimizer.learning_rate, 1.0);  // a whole number is a number
   EXPECT_EQ(config.run.steps, RunConfig{}.steps);
   EXPECT_EQ(config.data.files, TextList{"text"});
 }
 
 TEST_F(ConfigTest, SettingsWinOverTheFile) {
-  const auto config = read(kData + "run.steps = 7\n", {"run.steps=9", "parallel.strategy=zero2", "data.files=[\"a\", \"b\"]", "run.sample_prompt=In = it", "parallel.keep_last=false"}, 3);
+  const auto config = read(kData + "run.steps = 7\n",
+                           {"run.steps=9", "parallel.strategy=zero2", "data.files=[\"a\", \"b\"]",
+                            "run.sample_prompt=In = it", "parallel.keep_last=false"},
+                           3);
   EXPECT_EQ(config.run.steps, 9);
   EXPECT_EQ(config.run.ranks, 3);
   EXPECT_EQ(config.parallel.strategy, "zero2");
@@ -75,15 +79,19 @@ TEST_F(ConfigTest, EveryFieldTakesItsOwnDefault) {
 }
 
 TEST_F(ConfigTest, UnknownKeysAreRefusedWithTheNearestOne) {
-  EXPECT_THAT(refusal(kData + "[model]\nlayer = 2\n"), HasSubstr(at_line(3) + ": unknown key model.layer; the nearest is model.layers"));
+  EXPECT_THAT(refusal(kData + "[model]\nlayer = 2\n"),
+              HasSubstr(at_line(3) + ": unknown key model.layer; the nearest is model.layers"));
   EXPECT_THAT(refusal(kData + "[modle]\n"), HasSubstr(at_line(2) + ": unknown key modle"));
   EXPECT_THAT(refusal(kData, {"run.stepz=2"}), HasSubstr("--set: unknown key run.stepz; the nearest is run.steps"));
 }
 
 TEST_F(ConfigTest, WrongTypesAreRefused) {
-  EXPECT_THAT(refusal(kData + "run.steps = \"ten\"\n"), HasSubstr(at_line(2) + ": run.steps: expected an integer from 1 to"));
-  EXPECT_THAT(refusal(kData + "run.steps = 1.5\n"), HasSubstr("run.steps: expected an integer from 1 to 1000000000, got 1.5"));
-  EXPECT_THAT(refusal(kData + "parallel.keep_last = 1\n"), HasSubstr("parallel.keep_last: expected true or false, got 1"));
+  EXPECT_THAT(refusal(kData + "run.steps = \"ten\"\n"),
+              HasSubstr(at_line(2) + ": run.steps: expected an integer from 1 to"));
+  EXPECT_THAT(refusal(kData + "run.steps = 1.5\n"),
+              HasSubstr("run.steps: expected an integer from 1 to 1000000000, got 1.5"));
+  EXPECT_THAT(refusal(kData + "parallel.keep_last = 1\n"),
+              HasSubstr("parallel.keep_last: expected true or false, got 1"));
   EXPECT_THAT(refusal("data.files = \"text\"\n"), HasSubstr("data.files: expected a list of texts, got \"text\""));
   EXPECT_THAT(refusal(kData + "run = 1\n"), HasSubstr("unknown key run"));
   EXPECT_THAT(refusal(kData, {"run.steps=ten"}), HasSubstr("--set: run.steps: expected an integer"));
@@ -91,30 +99,44 @@ TEST_F(ConfigTest, WrongTypesAreRefused) {
 }
 
 TEST_F(ConfigTest, ValuesOutOfRangeAreRefused) {
-  EXPECT_THAT(refusal(kData + "run.steps = 0\n"), HasSubstr("run.steps: expected an integer from 1 to 1000000000, got 0"));
-  EXPECT_THAT(refusal(kData + "optimizer.learning_rate = nan\n"), HasSubstr("optimizer.learning_rate: expected a number from 0 to 1000, got nan"));
-  EXPECT_THAT(refusal(kData + "parallel.strategy = \"zero4\"\n"), HasSubstr("parallel.strategy: expected one of ddp, zero1, zero2, zero3, hsdp, hfsdp, got \"zero4\""));
-  EXPECT_THAT(refusal(kData + "model.preset = \"9B\"\n"), HasSubstr("model.preset: expected one of tiny, small, 160M, 1B, 8B, got \"9B\""));
+  EXPECT_THAT(refusal(kData + "run.steps = 0\n"),
+              HasSubstr("run.steps: expected an integer from 1 to 1000000000, got 0"));
+  EXPECT_THAT(refusal(kData + "optimizer.learning_rate = nan\n"),
+              HasSubstr("optimizer.learning_rate: expected a number from 0 to 1000, got nan"));
+  EXPECT_THAT(refusal(kData + "parallel.strategy = \"zero4\"\n"),
+              HasSubstr("parallel.strategy: expected one of ddp, zero1, zero2, zero3, hsdp, hfsdp, got \"zero4\""));
+  EXPECT_THAT(refusal(kData + "model.preset = \"9B\"\n"),
+              HasSubstr("model.preset: expected one of tiny, small, 160M, 1B, 8B, got \"9B\""));
   EXPECT_THAT(refusal(kData, {}, 0), HasSubstr("--ranks: run.ranks: expected an integer from 1 to 256, got 0"));
 }
 
 TEST_F(ConfigTest, MissingAndMalformedFilesAreRefused) {
   EXPECT_THAT(refusal("run.steps = 1\n"), HasSubstr("data.files is missing; expected a list of texts"));
   EXPECT_THAT(refusal(kData + "[run\n"), HasSubstr(at_line(2)));
-  EXPECT_THAT(message([] { static_cast<void>(read_train_config({"/no/such.toml"})); }), HasSubstr("/no/such.toml: no such config file"));
+  EXPECT_THAT(message([] { static_cast<void>(read_train_config({"/no/such.toml"})); }),
+              HasSubstr("/no/such.toml: no such config file"));
 }
 
 TEST_F(ConfigTest, ImpossibleCombinationsAreRefused) {
-  EXPECT_THAT(refusal(kData + "run.batch = 8\nrun.ranks = 3\n"), HasSubstr("run.batch: expected a multiple of ranks x microbatches = 3 x 1 = 3, got 8"));
-  EXPECT_THAT(refusal(kData + "model.heads = 5\n"), HasSubstr("model.heads: expected a divisor of model.width 64, got 5"));
-  EXPECT_THAT(refusal(kData + "model.kv_heads = 3\n"), HasSubstr("model.kv_heads: expected a divisor of model.heads 4, got 3"));
-  EXPECT_THAT(refusal(kData + "model.width = 12\n"), HasSubstr("the head width (model.width / model.heads) must be even, got 12 / 4 = 3"));
-  EXPECT_THAT(refusal(kData + "run.context = 4096\n"), HasSubstr("run.context: expected at most model.max_context = 512, got 4096"));
-  EXPECT_THAT(refusal(kData + "mesh.axes = [\"dp=4\"]\nrun.ranks = 2\n"), HasSubstr("mesh.axes make 4 ranks, but there are 2"));
-  EXPECT_THAT(refusal(kData + "mesh.axes = [\"dp\"]\n"), HasSubstr("mesh.axes: expected entries like \"dp=2\" with a size of at least 1, got \"dp\""));
+  EXPECT_THAT(refusal(kData + "run.batch = 8\nrun.ranks = 3\n"),
+              HasSubstr("run.batch: expected a multiple of ranks x microbatches = 3 x 1 = 3, got 8"));
+  EXPECT_THAT(refusal(kData + "model.heads = 5\n"),
+              HasSubstr("model.heads: expected a divisor of model.width 64, got 5"));
+  EXPECT_THAT(refusal(kData + "model.kv_heads = 3\n"),
+              HasSubstr("model.kv_heads: expected a divisor of model.heads 4, got 3"));
+  EXPECT_THAT(refusal(kData + "model.width = 12\n"),
+              HasSubstr("the head width (model.width / model.heads) must be even, got 12 / 4 = 3"));
+  EXPECT_THAT(refusal(kData + "run.context = 4096\n"),
+              HasSubstr("run.context: expected at most model.max_context = 512, got 4096"));
+  EXPECT_THAT(refusal(kData + "mesh.axes = [\"dp=4\"]\nrun.ranks = 2\n"),
+              HasSubstr("mesh.axes make 4 ranks, but there are 2"));
+  EXPECT_THAT(refusal(kData + "mesh.axes = [\"dp\"]\n"),
+              HasSubstr("mesh.axes: expected entries like \"dp=2\" with a size of at least 1, got \"dp\""));
   EXPECT_THAT(refusal(kData + "mesh.axes = [\"a=1\", \"a=1\"]\n"), HasSubstr("mesh.axes: the axis a is named twice"));
-  EXPECT_THAT(refusal(kData + "parallel.strategy = \"hsdp\"\nrun.ranks = 4\n"), HasSubstr("parallel.strategy hsdp needs a mesh of two axes"));
-  EXPECT_THAT(refusal(kData + "run.steps = 5\noptimizer.warmup_steps = 6\n"), HasSubstr("optimizer.warmup_steps: expected at most run.steps = 5, got 6"));
+  EXPECT_THAT(refusal(kData + "parallel.strategy = \"hsdp\"\nrun.ranks = 4\n"),
+              HasSubstr("parallel.strategy hsdp needs a mesh of two axes"));
+  EXPECT_THAT(refusal(kData + "run.steps = 5\noptimizer.warmup_steps = 6\n"),
+              HasSubstr("optimizer.warmup_steps: expected at most run.steps = 5, got 6"));
   EXPECT_THAT(refusal("data.files = []\n"), HasSubstr("data.files: expected at least one file"));
 }
 

@@ -33,7 +33,8 @@ class TextDatasetTest : public ::testing::Test {
     for (int i = 0; i < size; ++i) text += static_cast<char>('a' + i % 26);
     return text;
   }
-  static std::string refusal(const std::vector<std::string>& files, const TextDatasetOptions& options = {.context = 8}) {
+  static std::string refusal(const std::vector<std::string>& files,
+                             const TextDatasetOptions& options = {.context = 8}) {
     try {
       TextDataset dataset(files, options);
     } catch (const UsageError& error) {
@@ -53,7 +54,8 @@ TEST_F(TextDatasetTest, TargetsAreTheNextBytes) {
     EXPECT_TRUE(at::equal(batch.tokens.narrow(1, 1, 7), batch.targets.narrow(1, 0, 7)));
   }
   const auto last = data.validation_batch(3, 1, 4);
-  EXPECT_EQ(last.targets[0][7].item<std::int64_t>(), 255);  // the last held-out byte is reached, and is no negative number
+  EXPECT_EQ(last.targets[0][7].item<std::int64_t>(),
+            255);  // the last held-out byte is reached, and is no negative number
 }
 
 TEST_F(TextDatasetTest, OrderDoesNotDependOnHowAStepIsSplit) {
@@ -61,7 +63,8 @@ TEST_F(TextDatasetTest, OrderDoesNotDependOnHowAStepIsSplit) {
   const auto whole = data.train_batch(7, 0, 12);
   for (const std::int64_t parts : {2, 3, 4, 6, 12}) {
     std::vector<at::Tensor> pieces;
-    for (std::int64_t part = 0; part < parts; ++part) pieces.push_back(data.train_batch(7, part * (12 / parts), 12 / parts).tokens);
+    for (std::int64_t part = 0; part < parts; ++part)
+      pieces.push_back(data.train_batch(7, part * (12 / parts), 12 / parts).tokens);
     EXPECT_TRUE(at::equal(at::cat(pieces), whole.tokens)) << parts;
   }
 }
@@ -76,7 +79,8 @@ TEST_F(TextDatasetTest, StepsAndSeedsDiffer) {
 }
 
 TEST_F(TextDatasetTest, TheLastBytesAreHeldOut) {
-  const TextDataset data({write("a", std::string(300, 'a')), write("b", std::string(100, 'b'))}, {.context = 8, .validation_fraction = 0.25});
+  const TextDataset data({write("a", std::string(300, 'a')), write("b", std::string(100, 'b'))},
+                         {.context = 8, .validation_fraction = 0.25});
   EXPECT_EQ(data.train_text(), std::string(300, 'a'));
   EXPECT_EQ(data.validation_text(), std::string(100, 'b'));
   EXPECT_EQ(data.train_batch(0, 0, 64).targets.max().item<std::int64_t>(), 'a');

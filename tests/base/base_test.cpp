@@ -89,9 +89,13 @@ TEST(Task, CannotBeCopied) {
 }
 
 template <typename A, typename B>
-concept Addable = requires(A a, B b) { a + b; };
+concept Addable = requires(A a, B b) {
+  a + b;
+};
 template <typename A, typename B>
-concept Comparable = requires(A a, B b) { a < b; };
+concept Comparable = requires(A a, B b) {
+  a < b;
+};
 
 TEST(StrongInteger, CombinesWithItsOwnKindOnly) {
   EXPECT_TRUE((Addable<Bytes, Bytes>));

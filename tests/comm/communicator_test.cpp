@@ -6,9 +6,15 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
 #include <functional>
+#include <limits>
+#include <memory>
+#include <mutex>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -39,9 +45,11 @@ struct Subject {
   int world;
 };
 
-std::vector<Subject> subjects() {
+void PrintTo(const Subject& subject, std::ostream* out) { *out << subject.world << " ranks on " << subject.backend; }
+
+std::vector<Subject> subjects(int smallest_world) {
   std::vector<Subject> all;
-  for (int world = 1; world <= 5; ++world) all.push_back({"threads", &run_ranks, world});
+  for (int world = smallest_world; world <= 5; ++world) all.push_back({"threads", &run_ranks, world});
   return all;
 }
 
@@ -54,7 +62,10 @@ std::vector<int> everyone(const World& world) {
 // One rank's view of a test: a stream and a communicator over all ranks.
 struct Member {
   explicit Member(World w, const std::string& name = "all")
-      : world(std::move(w)), rank(static_cast<int>(world.rank().value())), size(world.size()), stream(world.runtime()->make_stream(name)),
+      : world(std::move(w)),
+        rank(static_cast<int>(world.rank().value())),
+        size(world.size()),
+        stream(world.runtime()->make_stream(name)),
         communicator(world.create_communicator(everyone(world), name)) {}
 
   World world;
@@ -65,11 +76,16 @@ struct Member {
 
 template <typename T>
 constexpr c10::ScalarType dtype_of() {
-  if constexpr (std::is_same_v<T, float>) return c10::kFloat;
-  else if constexpr (std::is_same_v<T, double>) return c10::kDouble;
-  else if constexpr (std::is_same_v<T, c10::BFloat16>) return c10::kBFloat16;
-  else if constexpr (std::is_same_v<T, c10::Half>) return c10::kHalf;
-  else return c10::kLong;
+  if constexpr (std::is_same_v<T, float>)
+    return c10::kFloat;
+  else if constexpr (std::is_same_v<T, double>)
+    return c10::kDouble;
+  else if constexpr (std::is_same_v<T, c10::BFloat16>)
+    return c10::kBFloat16;
+  else if constexpr (std::is_same_v<T, c10::Half>)
+    return c10::kHalf;
+  else
+    return c10::kLong;
 }
 
 template <typename T>
@@ -78,10 +94,13 @@ using Wide = std::conditional_t<std::is_same_v<T, c10::BFloat16> || std::is_same
 // Values of mixed size and sign, so that another order of summation gives other bits.
 template <typename T>
 T value(int rank, std::int64_t index) {
-  const auto hash = static_cast<std::uint32_t>(index * 2654435761u + static_cast<std::uint32_t>(rank) * 40503u + 12345u) ^ static_cast<std::uint32_t>(index >> 3);
+  const auto hash = static_cast<std::uint32_t>(index * 2654435761u + static_cast<std::uint32_t>(rank) * 40503u + 12345u) ^
+                    static_cast<std::uint32_t>(index >> 3);
   const int whole = static_cast<int>(hash % 2001) - 1000;
-  if constexpr (std::is_integral_v<T>) return static_cast<T>(whole) * 1'000'000'007;
-  else return static_cast<T>(static_cast<float>(whole) * (hash % 3 == 0 ? 1e-3f : hash % 3 == 1 ? 1.0f / 7 : 13.7f));
+  if constexpr (std::is_integral_v<T>)
+    return static_cast<T>(whole) * 1'000'000'007;
+  else
+    return static_cast<T>(static_cast<float>(whole) * (hash % 3 == 0 ? 1e-3f : hash % 3 == 1 ? 1.0f / 7 : 13.7f));
 }
 
 template <typename T>
@@ -128,6 +147,18 @@ std::vector<std::int64_t> counts() {
   return list;
 }
 
+// The message of the CommunicationError that ends the work on a stream.
+std::string failure_of(const Stream& stream) {
+  try {
+    stream.synchronize();
+  } catch (const CommunicationError& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    return std::string("another error: ") + error.what();
+  }
+  return "no error";
+}
+
 class Conformance : public ::testing::TestWithParam<Subject> {
  protected:
   // A test body for one rank; every collective of it runs on `Member::stream`.
@@ -143,9 +174,14 @@ class Conformance : public ::testing::TestWithParam<Subject> {
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Backends, Conformance, ::testing::ValuesIn(subjects()), [](const auto& info) {
+class ConformanceWithPeers : public Conformance {};
+
+std::string subject_name(const ::testing::TestParamInfo<Subject>& info) {
   return std::string(info.param.backend) + "_" + std::to_string(info.param.world);
-});
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, Conformance, ::testing::ValuesIn(subjects(1)), subject_name);
+INSTANTIATE_TEST_SUITE_P(Backends, ConformanceWithPeers, ::testing::ValuesIn(subjects(2)), subject_name);
 
 TEST_P(Conformance, KnowsItsPlace) {
   std::vector<std::atomic<int>> seen(static_cast<std::size_t>(GetParam().world));
@@ -195,7 +231,8 @@ TEST_P(Conformance, ReduceScatterSumsItsShareInRankOrder) {
         EXPECT_EQ(difference(send, untouched), "") << count;
         m.communicator.reduce_scatter(send.data(), send.data() + m.rank * count, Elements(count), dtype_of<T>(), m.stream, "in place");
         m.stream.synchronize();
-        EXPECT_EQ(difference(std::vector<T>(send.begin() + m.rank * count, send.begin() + (m.rank + 1) * count), expected), "") << count << " in place";
+        EXPECT_EQ(difference(std::vector<T>(send.begin() + m.rank * count, send.begin() + (m.rank + 1) * count), expected), "")
+            << count << " in place";
       }
     });
   });
@@ -228,7 +265,8 @@ TEST_P(Conformance, AllReduceFindsTheMaximum) {
         std::vector<T> expected(count);
         for (std::int64_t i = 0; i < count; ++i) {
           expected[i] = value<T>(0, i);
-          for (int r = 1; r < m.size; ++r) expected[i] = static_cast<T>(std::max(static_cast<Wide<T>>(expected[i]), static_cast<Wide<T>>(value<T>(r, i))));
+          for (int r = 1; r < m.size; ++r)
+            expected[i] = static_cast<T>(std::max(static_cast<Wide<T>>(expected[i]), static_cast<Wide<T>>(value<T>(r, i))));
         }
         m.communicator.all_reduce(data.data(), data.data(), Elements(count), dtype_of<T>(), ReduceOp::max, m.stream, "max");
         m.stream.synchronize();
@@ -313,30 +351,55 @@ TEST_P(Conformance, AllToAllMovesUnevenAndEmptyParts) {
   });
 }
 
-TEST_P(Conformance, MessagesTravelAroundARingInOrder) {
-  if (GetParam().world == 1) {
-    on_all_ranks([](Member& m) { EXPECT_EQ(m.size, 1); });  // nobody to send to: refusal is tested below
-    return;
-  }
-  on_all_ranks([](Member& m) {
-    const Stream receiving = m.world.runtime()->make_stream("receiving");
-    const int next = (m.rank + 1) % m.size, previous = (m.rank + m.size - 1) % m.size;
-    for (std::int64_t count : {std::int64_t{0}, std::int64_t{1}, std::int64_t{301}}) {
-      constexpr int kMessages = 5;
-      std::vector<std::vector<std::int64_t>> out, in;
-      for (int i = 0; i < kMessages; ++i) {
-        out.push_back(values<std::int64_t>(m.rank * 10 + i, count));
-        in.emplace_back(count);
-      }
-      for (int i = 0; i < kMessages; ++i) {
-        m.communicator.send(out[i].data(), Elements(count), c10::kLong, Rank(next), m.stream, "ring");
-        m.communicator.receive(in[i].data(), Elements(count), c10::kLong, Rank(previous), receiving, "ring");
-      }
-      m.stream.synchronize();
-      receiving.synchronize();
-      for (int i = 0; i < kMessages; ++i) EXPECT_EQ(difference(in[i], values<std::int64_t>(previous * 10 + i, count)), "") << i;
-    }
-  });
+TEST_P(ConformanceWithPeers, MessagesTravelAroundARingInOrder) {
+  on_all_ranks(
+      [](Member& m) {
+        const Stream receiving = m.world.runtime()->make_stream("receiving");
+        const int next = (m.rank + 1) % m.size, previous = (m.rank + m.size - 1) % m.size;
+        for (std::int64_t count : {301, 1, 0, -1}) {  // -1: one element, with messages allowed to run inline
+          if (count < 0) {
+            count = 1;
+            m.communicator.set_inline_limit(Bytes(64 * 1024));
+          }
+          constexpr int kMessages = 5;
+          std::vector<std::vector<std::int64_t>> out, in;
+          for (int i = 0; i < kMessages; ++i) {
+            out.push_back(values<std::int64_t>(m.rank * 10 + i, count));
+            in.emplace_back(count);
+          }
+          for (int i = 0; i < kMessages; ++i) {
+            m.communicator.send(out[i].data(), Elements(count), c10::kLong, Rank(next), m.stream, "ring");
+            m.communicator.receive(in[i].data(), Elements(count), c10::kLong, Rank(previous), receiving, "ring");
+          }
+          m.stream.synchronize();
+          receiving.synchronize();
+          for (int i = 0; i < kMessages; ++i) EXPECT_EQ(difference(in[i], values<std::int64_t>(previous * 10 + i, count)), "") << i;
+        }
+      },
+      {.deadline = 2s});
+}
+
+TEST_P(ConformanceWithPeers, CallsOnlyEnqueueWhateverTheirSize) {
+  std::atomic<int> returned = 0;
+  on_all_ranks(
+      [&](Member& m) {
+        const float mine = 0;
+        std::vector<float> all(m.size);
+        for (int i = 0; i < 3; ++i) {
+          // The others come only after rank 0's call has returned.
+          for (int seen = returned; m.rank != 0 && seen <= i; seen = returned) returned.wait(seen);
+          if (i == 0) m.communicator.all_gather(&mine, all.data(), Elements(1), c10::kFloat, m.stream, "one");
+          if (i == 1) m.communicator.all_gather(&mine, all.data(), Elements(0), c10::kFloat, m.stream, "none");
+          if (i == 2) m.communicator.barrier(m.stream, "barrier");
+          if (m.rank == 0) {
+            ++returned;
+            returned.notify_all();
+          }
+          EXPECT_EQ(failure_of(m.stream), "no error");
+        }
+        m.stream.reset();
+      },
+      {.deadline = 500ms});
 }
 
 TEST_P(Conformance, NobodyLeavesABarrierBeforeTheLastHasCome) {
@@ -365,7 +428,8 @@ TEST_P(Conformance, ManyOperationsInFlightOnTwoCommunicatorsAndTwoStreams) {
     }
     for (int i = 0; i < kRounds; ++i) {
       m.communicator.all_gather(mine[i].data(), gathered[i].data(), Elements(kCount), c10::kFloat, m.stream, "gather");
-      other.communicator.all_reduce(reduced[i].data(), reduced[i].data(), Elements(kCount), c10::kFloat, ReduceOp::sum, other.stream, "reduce");
+      other.communicator.all_reduce(reduced[i].data(), reduced[i].data(), Elements(kCount), c10::kFloat, ReduceOp::sum, other.stream,
+                                    "reduce");
     }
     m.stream.synchronize();
     other.stream.synchronize();
@@ -445,33 +509,20 @@ TEST_P(Conformance, SpansCarryLabelSequenceBytesAndTimes) {
 
 // ---- Errors: ranks that disagree, stay away or fail. Every rank must learn of it, with names, and nothing hangs.
 
-// The message of the CommunicationError that `wait` throws.
-std::string failure_of(const Stream& stream) {
-  try {
-    stream.synchronize();
-  } catch (const CommunicationError& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    return std::string("another error: ") + error.what();
-  }
-  return "no error";
-}
-
-TEST_P(Conformance, DifferentCountsFailOnEveryRankWithBoth) {
-  if (GetParam().world == 1) GTEST_SKIP() << "one rank cannot disagree";
+TEST_P(ConformanceWithPeers, DifferentCountsFailOnEveryRankWithBoth) {
   on_all_ranks([](Member& m) {
     std::vector<float> data(100);
     const bool last = m.rank == m.size - 1;
     m.communicator.all_reduce(data.data(), data.data(), Elements(last ? 5 : 4), c10::kFloat, ReduceOp::sum, m.stream, "layers.0:reduce");
-    EXPECT_THAT(failure_of(m.stream), AllOf(HasSubstr("ranks run different operations"), HasSubstr("rank 0 all_reduce \"layers.0:reduce\" #1 of 4 Float"),
-                                            HasSubstr("rank " + std::to_string(m.size - 1) + " all_reduce \"layers.0:reduce\" #1 of 5 Float"),
-                                            HasSubstr("same order")));
+    EXPECT_THAT(
+        failure_of(m.stream),
+        AllOf(HasSubstr("ranks run different operations"), HasSubstr("rank 0 all_reduce \"layers.0:reduce\" #1 of 4 Float"),
+              HasSubstr("rank " + std::to_string(m.size - 1) + " all_reduce \"layers.0:reduce\" #1 of 5 Float"), HasSubstr("same order")));
     m.stream.reset();
   });
 }
 
-TEST_P(Conformance, DifferentOperationsDtypesRootsAndLabelsFailOnEveryRankWithBoth) {
-  if (GetParam().world == 1) GTEST_SKIP() << "one rank cannot disagree";
+TEST_P(ConformanceWithPeers, DifferentOperationsDtypesRootsAndLabelsFailOnEveryRankWithBoth) {
   on_all_ranks([](Member& m) {
     std::vector<double> data(100);
     const bool odd = m.rank == m.size - 1;
@@ -482,8 +533,10 @@ TEST_P(Conformance, DifferentOperationsDtypesRootsAndLabelsFailOnEveryRankWithBo
       m.communicator.reset();
     };
     const Elements one(1);
-    if (odd) m.communicator.barrier(m.stream, "x");
-    else m.communicator.broadcast(data.data(), one, c10::kFloat, Rank(0), m.stream, "x");
+    if (odd)
+      m.communicator.barrier(m.stream, "x");
+    else
+      m.communicator.broadcast(data.data(), one, c10::kFloat, Rank(0), m.stream, "x");
     expect_both("broadcast \"x\" #1 of 1 Float", "barrier \"x\" #1");
 
     m.communicator.all_gather(data.data(), data.data() + 10, one, odd ? c10::kFloat : c10::kDouble, m.stream, "unshard");
@@ -506,8 +559,7 @@ TEST_P(Conformance, DifferentOperationsDtypesRootsAndLabelsFailOnEveryRankWithBo
   });
 }
 
-TEST_P(Conformance, AllToAllCountsThatDoNotAgreeNameTheTwoRanks) {
-  if (GetParam().world == 1) GTEST_SKIP() << "one rank agrees with itself";
+TEST_P(ConformanceWithPeers, AllToAllCountsThatDoNotAgreeNameTheTwoRanks) {
   on_all_ranks([](Member& m) {
     std::vector<float> data(100), received(100);
     std::vector<std::int64_t> send(m.size, 2), receive(m.size, 2);
@@ -518,53 +570,72 @@ TEST_P(Conformance, AllToAllCountsThatDoNotAgreeNameTheTwoRanks) {
   });
 }
 
-TEST_P(Conformance, MessagesOfAnotherLengthThanExpectedNameBoth) {
-  if (GetParam().world == 1) GTEST_SKIP() << "needs a peer";
+TEST_P(ConformanceWithPeers, MessagesOfAnotherLengthThanExpectedNameBoth) {
   on_all_ranks([](Member& m) {
     std::vector<float> data(10);
-    if (m.rank == 0) m.communicator.send(data.data(), Elements(3), c10::kFloat, Rank(1), m.stream, "left");
-    else if (m.rank == 1) m.communicator.receive(data.data(), Elements(4), c10::kFloat, Rank(0), m.stream, "right");
-    else return;
-    EXPECT_THAT(failure_of(m.stream),
-                AllOf(HasSubstr("rank 0 sends send_recv \"left\" #1 of 3 Float"), HasSubstr("rank 1 expects send_recv \"right\" #1 of 4 Float")));
+    if (m.rank == 0)
+      m.communicator.send(data.data(), Elements(3), c10::kFloat, Rank(1), m.stream, "left");
+    else if (m.rank == 1)
+      m.communicator.receive(data.data(), Elements(4), c10::kFloat, Rank(0), m.stream, "right");
+    else
+      return;
+    EXPECT_THAT(failure_of(m.stream), AllOf(HasSubstr("rank 0 sends send_recv \"left\" #1 of 3 Float"),
+                                            HasSubstr("rank 1 expects send_recv \"right\" #1 of 4 Float")));
     m.stream.reset();
   });
 }
 
-TEST_P(Conformance, ARankThatNeverComesIsNamedOnEveryOtherRank) {
-  if (GetParam().world == 1) GTEST_SKIP() << "nobody to miss";
-  std::atomic<int> left = GetParam().world - 1;
-  std::atomic<bool> all_failed = false;
+// Lets the absent rank stay away until the others have failed; gives up long after their deadline, so that a deadline
+// that is not kept fails the test instead of hanging it.
+class Absence {
+ public:
+  explicit Absence(int others) : others_(others) {}
+  void failed() {
+    std::lock_guard lock(mutex_);
+    --others_;
+    changed_.notify_all();
+  }
+  void stay_away(const Communicator& communicator) {
+    std::unique_lock lock(mutex_);
+    if (changed_.wait_for(lock, 3s, [&] { return others_ == 0; })) return;
+    communicator.abort("the test's patience is at its end");
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int others_;
+};
+
+TEST_P(ConformanceWithPeers, ARankThatNeverComesIsNamedOnEveryOtherRank) {
+  Absence absence(GetParam().world - 1);
   on_all_ranks(
       [&](Member& m) {
         m.communicator.barrier(m.stream, "together");
         m.stream.synchronize();
-        if (m.rank == m.size - 1) {  // stays alive, but away, until all others have failed
-          all_failed.wait(false);
-          return;
-        }
+        if (m.rank == m.size - 1) return absence.stay_away(m.communicator);
         float data = 0;
         m.communicator.all_reduce(&data, &data, Elements(1), c10::kFloat, ReduceOp::sum, m.stream, "layers.3:reduce");
         EXPECT_THAT(failure_of(m.stream), AllOf(HasSubstr("all_reduce \"layers.3:reduce\" #2 of 1 Float"), HasSubstr("waited 200 ms"),
                                                 HasSubstr("missing ranks: " + std::to_string(m.size - 1))));
         m.stream.reset();
-        if (--left == 0) {
-          all_failed = true;
-          all_failed.notify_all();
-        }
+        absence.failed();
       },
       {.deadline = 200ms});
 }
 
-TEST_P(Conformance, AMessageThatNeverComesNamesItsRank) {
-  if (GetParam().world == 1) GTEST_SKIP() << "needs a peer";
+TEST_P(ConformanceWithPeers, AMessageThatNeverComesNamesItsRank) {
+  Absence absence(1);
   on_all_ranks(
-      [](Member& m) {
+      [&](Member& m) {
+        if (m.rank == 1) return absence.stay_away(m.communicator);
         if (m.rank != 0) return;
         float data = 0;
         m.communicator.receive(&data, Elements(1), c10::kFloat, Rank(1), m.stream, "activation");
-        EXPECT_THAT(failure_of(m.stream), AllOf(HasSubstr("send_recv \"activation\" #1 of 1 Float"), HasSubstr("waited 200 ms for rank 1")));
+        EXPECT_THAT(failure_of(m.stream),
+                    AllOf(HasSubstr("send_recv \"activation\" #1 of 1 Float"), HasSubstr("waited 200 ms for rank 1")));
         m.stream.reset();
+        absence.failed();
       },
       {.deadline = 200ms});
 }
@@ -582,7 +653,8 @@ TEST_P(Conformance, AnErrorThatARankThrowsComesBackAndFreesTheOthers) {
       try {
         m.stream.synchronize();
       } catch (const CommunicationError& error) {
-        EXPECT_THAT(error.what(), AllOf(HasSubstr("barrier \"step\" #1"), HasSubstr("rank " + std::to_string(failing) + " failed: no more text")));
+        EXPECT_THAT(error.what(),
+                    AllOf(HasSubstr("barrier \"step\" #1"), HasSubstr("rank " + std::to_string(failing) + " failed: no more text")));
         ++freed;
         throw;
       }
@@ -596,14 +668,34 @@ TEST_P(Conformance, AnErrorThatARankThrowsComesBackAndFreesTheOthers) {
 
 TEST_P(Conformance, AbortEndsWhatIsPendingWithItsReason) {
   on_all_ranks([](Member& m) {
-    if (m.size > 1 && m.rank == 0) m.communicator.abort("the user pressed Ctrl-C");
-    if (m.size == 1) m.communicator.abort("the user pressed Ctrl-C");
-    if (m.size == 1 || m.rank != 0) {
-      m.communicator.barrier(m.stream, "step");
-      EXPECT_THAT(failure_of(m.stream), HasSubstr("the user pressed Ctrl-C"));
-      m.stream.reset();
-    }
+    m.communicator.barrier(m.stream, "together");
+    m.stream.synchronize();
+    const Stream aborted = m.world.runtime()->make_stream("aborted");
+    if (m.size == 1 || m.rank != 0) m.communicator.barrier(aborted, "step");  // pending where there are peers to wait for
+    if (m.rank == 0) m.communicator.abort("the user pressed Ctrl-C");
+    if (m.size == 1) m.communicator.barrier(aborted, "step");
+    if (m.size > 1 && m.rank == 0) return;
+    EXPECT_THAT(failure_of(aborted), HasSubstr("the user pressed Ctrl-C"));
   });
+}
+
+TEST_P(ConformanceWithPeers, AnAbortReachesRanksThatJoinAfterTheAbortingOneHasLeft) {
+  std::atomic<bool> left = false;
+  GetParam().run(GetParam().world,
+                 [&](World world) {
+                   const Stream stream = world.runtime()->make_stream("s");
+                   if (world.rank() == Rank(0)) {
+                     world.create_communicator(everyone(world), "all").abort("out of memory");
+                     left = true;
+                     left.notify_all();
+                     return;
+                   }
+                   left.wait(false);
+                   const Communicator all = world.create_communicator(everyone(world), "all");
+                   all.barrier(stream, "step");
+                   EXPECT_THAT(failure_of(stream), HasSubstr("out of memory"));
+                 },
+                 {.deadline = 500ms});
 }
 
 TEST_P(Conformance, ResetByAllRanksMakesAFailedCommunicatorUsable) {
@@ -627,8 +719,7 @@ TEST_P(Conformance, ResetByAllRanksMakesAFailedCommunicatorUsable) {
   });
 }
 
-TEST_P(Conformance, AResetThatOneRankMissesNamesIt) {
-  if (GetParam().world == 1) GTEST_SKIP() << "nobody to miss";
+TEST_P(ConformanceWithPeers, AResetThatOneRankMissesNamesIt) {
   on_all_ranks(
       [](Member& m) {
         if (m.rank == 1) return;
@@ -636,7 +727,8 @@ TEST_P(Conformance, AResetThatOneRankMissesNamesIt) {
           m.communicator.reset();
           ADD_FAILURE() << "no error";
         } catch (const CommunicationError& error) {
-          EXPECT_THAT(error.what(), AllOf(HasSubstr("reset of communicator all waited 200 ms"), HasSubstr("ranks that did not reset: "), HasSubstr("1")));
+          EXPECT_THAT(error.what(),
+                      AllOf(HasSubstr("reset of communicator all waited 200 ms"), HasSubstr("ranks that did not reset: "), HasSubstr("1")));
         }
       },
       {.deadline = 200ms});
@@ -670,8 +762,9 @@ TEST_P(Conformance, BadArgumentsAreRefusedBeforeAnythingHappens) {
     const std::vector<std::int64_t> right(m.size, 0), longer(m.size + 1, 0);
     auto negative = right;
     negative.back() = -2;
-    EXPECT_EQ(refusal([&] { c.all_to_all_v(data, longer, data, right, c10::kFloat, m.stream, "t"); }),
-              "all_to_all_v \"t\" on communicator all: expected " + size + " send counts (one per rank), got " + std::to_string(m.size + 1));
+    EXPECT_EQ(
+        refusal([&] { c.all_to_all_v(data, longer, data, right, c10::kFloat, m.stream, "t"); }),
+        "all_to_all_v \"t\" on communicator all: expected " + size + " send counts (one per rank), got " + std::to_string(m.size + 1));
     EXPECT_THAT(refusal([&] { c.all_to_all_v(data, right, data, negative, c10::kFloat, m.stream, "t"); }),
                 HasSubstr("the receive count of rank " + std::to_string(m.size - 1) + " is -2"));
     EXPECT_THAT(refusal([&] { c.barrier(Stream(), "w"); }), HasSubstr("the stream was never created"));
@@ -711,7 +804,8 @@ TEST(SimulatedCommunicator, CostsLatencyAndBytesOverTheLink) {
     const auto bytes = count.value() * 4;
     EXPECT_EQ(cost([&] { c.all_gather(nullptr, nullptr, count, c10::kFloat, stream, "g"); }), 500 + bytes * (size - 1));
     EXPECT_EQ(cost([&] { c.reduce_scatter(nullptr, nullptr, count, c10::kFloat, stream, "r"); }), 500 + bytes * (size - 1));
-    EXPECT_EQ(cost([&] { c.all_reduce(nullptr, nullptr, count, c10::kFloat, ReduceOp::sum, stream, "a"); }), 500 + 2 * bytes * (size - 1) / size);
+    EXPECT_EQ(cost([&] { c.all_reduce(nullptr, nullptr, count, c10::kFloat, ReduceOp::sum, stream, "a"); }),
+              500 + 2 * bytes * (size - 1) / size);
     EXPECT_EQ(cost([&] { c.broadcast(nullptr, count, c10::kBFloat16, Rank(1), stream, "b"); }), 500 + bytes / 2);
     EXPECT_EQ(cost([&] { c.barrier(stream, "w"); }), 500);
     std::vector<std::int64_t> parts(size, 10);
@@ -748,26 +842,26 @@ TEST(RunRanks, RefusesImpossibleNumbersOfRanks) {
 }
 
 TEST(RunRanks, KeepsErrorsThatAreNoStandardExceptions) {
-  EXPECT_THROW(run_ranks(2, [](World world) {
-                 if (world.rank() == Rank(1)) throw 42;
-               }),
+  EXPECT_THROW(run_ranks(2,
+                         [](World world) {
+                           if (world.rank() == Rank(1)) throw 42;
+                         }),
                int);
 }
 
 TEST(RunRanks, RanksThatMadeDifferentNumbersOfGroupsStillMeetInACommonOne) {
-  run_ranks(
-      3,
-      [](World world) {
-        Stream stream = world.runtime()->make_stream("s");
-        if (world.rank() != Rank(0)) (void)world.create_communicator(std::vector<int>{1, 2}, "pair");
-        const Communicator all = world.create_communicator(std::vector<int>{0, 1, 2}, "all");
-        std::int64_t one = 1;
-        all.all_reduce(&one, &one, Elements(1), c10::kLong, ReduceOp::sum, stream, "count");
-        EXPECT_EQ(failure_of(stream), "no error");
-        EXPECT_EQ(one, 3);
-        stream.reset();
-      },
-      {.deadline = 500ms});
+  run_ranks(3,
+            [](World world) {
+              Stream stream = world.runtime()->make_stream("s");
+              if (world.rank() != Rank(0)) (void)world.create_communicator(std::vector<int>{1, 2}, "pair");
+              const Communicator all = world.create_communicator(std::vector<int>{0, 1, 2}, "all");
+              std::int64_t one = 1;
+              all.all_reduce(&one, &one, Elements(1), c10::kLong, ReduceOp::sum, stream, "count");
+              EXPECT_EQ(failure_of(stream), "no error");
+              EXPECT_EQ(one, 3);
+              stream.reset();
+            },
+            {.deadline = 500ms});
 }
 
 }  // namespace

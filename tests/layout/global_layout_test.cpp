@@ -16,14 +16,25 @@ using enum Placement;
 constexpr std::int64_t kAlignment = GlobalLayout::kAlignment;
 
 const std::vector<std::vector<std::int64_t>>& tensor_lists() {
-  static const std::vector<std::vector<std::int64_t>> lists = {
-      {}, {0}, {1}, {0, 0, 0}, {127}, {128}, {129}, {1, 1, 1}, {0, 1, 0, 300, 0}, {7 * 13, 3, 128, 256, 1000, 1}, {5000, 17}, {1, 0, 12'345, 2, 0}};
+  static const std::vector<std::vector<std::int64_t>> lists = {{},
+                                                               {0},
+                                                               {1},
+                                                               {0, 0, 0},
+                                                               {127},
+                                                               {128},
+                                                               {129},
+                                                               {1, 1, 1},
+                                                               {0, 1, 0, 300, 0},
+                                                               {7 * 13, 3, 128, 256, 1000, 1},
+                                                               {5000, 17},
+                                                               {1, 0, 12'345, 2, 0}};
   return lists;
 }
 
 const std::vector<std::vector<int>>& meshes() {
-  static const std::vector<std::vector<int>> sizes = {{1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {1, 1}, {1, 4}, {4, 1}, {2, 2}, {2, 3}, {3, 2},
-                                                      {3, 3}, {2, 4}, {4, 2}, {1, 2, 1}, {2, 2, 2}, {1, 3, 3}, {2, 1, 3}, {3, 1, 2}};
+  static const std::vector<std::vector<int>> sizes = {{1},    {2},    {3},       {4},       {5},       {6},       {7},      {8},
+                                                      {9},    {1, 1}, {1, 4},    {4, 1},    {2, 2},    {2, 3},    {3, 2},   {3, 3},
+                                                      {2, 4}, {4, 2}, {1, 2, 1}, {2, 2, 2}, {1, 3, 3}, {2, 1, 3}, {3, 1, 2}};
   return sizes;
 }
 
@@ -68,7 +79,8 @@ TEST(GlobalLayout, TensorsAreDisjointInOrderAndAligned) {
         ASSERT_GE(range.begin, previous_end);
         ASSERT_LE(range.end, layout.padded_size().value());
         previous_end = range.end;
-        for (auto i = range.begin; i < range.end; ++i) ASSERT_EQ(++owners[static_cast<std::size_t>(i)], 1) << "element " << i << " of tensor " << t;
+        for (auto i = range.begin; i < range.end; ++i)
+          ASSERT_EQ(++owners[static_cast<std::size_t>(i)], 1) << "element " << i << " of tensor " << t;
       }
     }
   }
@@ -130,7 +142,8 @@ TEST(GlobalLayout, TheLastFlatAxisMakesTheLargePiecesAndTheFirstTheSmallest) {
 
 TEST(GlobalLayout, SplittingOneMoreAxisOnTheLeftStaysInsideTheShare) {
   for (const auto& sizes : meshes()) {
-    const GlobalLayout layout(std::vector<std::int64_t>{999, 1, 0, 4000}, std::accumulate(sizes.begin(), sizes.end(), 1, std::multiplies<>()));
+    const GlobalLayout layout(std::vector<std::int64_t>{999, 1, 0, 4000},
+                              std::accumulate(sizes.begin(), sizes.end(), 1, std::multiplies<>()));
     for (const auto& coordinates : all_coordinates(sizes)) {
       PlacementList placements(sizes.size(), replicate);
       ElementRange outer = layout.shard(placements, sizes, coordinates);
@@ -177,8 +190,10 @@ TEST(ElementRanges, IntersectEqualsBruteForceAndEmptyOnesStayInside) {
           ASSERT_EQ(result.length(), common);
           ASSERT_GE(result.begin, a);
           ASSERT_LE(result.end, b);
-          if (common > 0) ASSERT_EQ(result, (ElementRange{std::max(a, c), std::min(b, d)}));
-          else ASSERT_TRUE(result.empty());
+          if (common > 0)
+            ASSERT_EQ(result, (ElementRange{std::max(a, c), std::min(b, d)}));
+          else
+            ASSERT_TRUE(result.empty());
         }
       }
     }

@@ -53,7 +53,8 @@ TEST(Transition, TableOfOneAxis) {
 std::string code(const PlacementList& from, const PlacementList& to) {
   try {
     std::string text;
-    for (const auto& step : plan_redistribution(from, to)) text += std::string(1, "grasl"[static_cast<int>(step.transition)]) + std::to_string(step.axis);
+    for (const auto& step : plan_redistribution(from, to))
+      text += std::string(1, "grasl"[static_cast<int>(step.transition)]) + std::to_string(step.axis);
     return text;
   } catch (const UsageError&) {
     return "refused";
@@ -65,6 +66,7 @@ TEST(Transition, TableOfTwoAxes) {
       pf{partial, flat}, fr{flat, replicate}, fp{flat, partial}, ff{flat, flat};
   const std::vector<PlacementList> all = {rr, rp, rf, pr, pp, pf, fr, fp, ff};
   const std::string x = "refused";
+  // clang-format off
   const std::vector<std::vector<std::string>> table = {
       //             rr      rp      rf      pr      pp      pf      fr      fp      ff
       /* rr */ {"", "l1", "s1", "l0", "l1l0", "s1l0", "s0", "s0l1", "s1s0"},
@@ -77,19 +79,30 @@ TEST(Transition, TableOfTwoAxes) {
       /* fp */ {"a1g0", "g0", x, x, x, x, "a1", "", x},
       /* ff */ {"g0g1", x, "g0", x, x, x, x, x, ""},
   };
+  // clang-format on
   for (std::size_t i = 0; i < all.size(); ++i) {
-    for (std::size_t j = 0; j < all.size(); ++j) EXPECT_EQ(code(all[i], all[j]), table[i][j]) << to_string(all[i]) << " to " << to_string(all[j]);
+    for (std::size_t j = 0; j < all.size(); ++j)
+      EXPECT_EQ(code(all[i], all[j]), table[i][j]) << to_string(all[i]) << " to " << to_string(all[j]);
   }
 }
 
 TEST(Transition, RefusalsNameBothPlacementsAndTheAxes) {
-  EXPECT_EQ(refusal([] { (void)plan_redistribution({flat}, {flat, flat}); }),
+  EXPECT_EQ(refusal([] {
+              (void)plan_redistribution({flat}, {flat, flat});
+            }),
             "cannot redistribute (flat) to (flat, flat): the numbers of axes differ");
-  EXPECT_EQ(refusal([] { (void)plan_redistribution({flat, partial}, {flat, flat}); }),
-            "cannot redistribute (flat, partial) to (flat, flat): axis 1 would be split after the finer axis 0; put it first or gather that one");
-  EXPECT_EQ(refusal([] { (void)plan_redistribution({flat, flat}, {flat, replicate}); }),
+  EXPECT_EQ(
+      refusal([] {
+        (void)plan_redistribution({flat, partial}, {flat, flat});
+      }),
+      "cannot redistribute (flat, partial) to (flat, flat): axis 1 would be split after the finer axis 0; put it first or gather that one");
+  EXPECT_EQ(refusal([] {
+              (void)plan_redistribution({flat, flat}, {flat, replicate});
+            }),
             "cannot redistribute (flat, flat) to (flat, replicate): axis 1 cannot be gathered while the finer axis 0 stays flat");
-  EXPECT_EQ(refusal([] { (void)plan_redistribution({replicate, flat}, {replicate, partial}); }),
+  EXPECT_EQ(refusal([] {
+              (void)plan_redistribution({replicate, flat}, {replicate, partial});
+            }),
             "cannot redistribute (replicate, flat) to (replicate, partial): axis 1 cannot go from flat to partial");
 }
 
@@ -186,8 +199,12 @@ class Ranks {
         case all_gather:
           for (int peer : peers) next[rank].values.insert(next[rank].values.end(), pieces[peer].values.begin(), pieces[peer].values.end());
           break;
-        case reduce_scatter: next[rank].values = sum(me * share, share); break;
-        case all_reduce: next[rank].values = sum(0, share); break;
+        case reduce_scatter:
+          next[rank].values = sum(me * share, share);
+          break;
+        case all_reduce:
+          next[rank].values = sum(0, share);
+          break;
         case slice:
           next[rank].values.assign(pieces[rank].values.begin() + me * share, pieces[rank].values.begin() + (me + 1) * share);
           break;
@@ -257,8 +274,9 @@ TEST(Transition, EveryPlanOfUpToThreeAxesMovesTheRightData) {
 }
 
 TEST(Transition, SplitsRunFromTheLastAxisAndGathersFromTheFirst) {
-  EXPECT_THAT(plan_redistribution({partial, partial, partial}, {flat, flat, flat}),
-              ElementsAre(RedistributionStep{2, reduce_scatter}, RedistributionStep{1, reduce_scatter}, RedistributionStep{0, reduce_scatter}));
+  EXPECT_THAT(
+      plan_redistribution({partial, partial, partial}, {flat, flat, flat}),
+      ElementsAre(RedistributionStep{2, reduce_scatter}, RedistributionStep{1, reduce_scatter}, RedistributionStep{0, reduce_scatter}));
   EXPECT_THAT(plan_redistribution({flat, flat, flat}, {replicate, replicate, replicate}),
               ElementsAre(RedistributionStep{0, all_gather}, RedistributionStep{1, all_gather}, RedistributionStep{2, all_gather}));
   EXPECT_THAT(plan_redistribution({partial, partial, partial}, {replicate, flat, replicate}),
@@ -272,8 +290,10 @@ TEST(Strategy, PresetsAreValidAndRestWhereTheirNamesSay) {
     PlacementList parameter, gradient, optimizer;
   };
   const std::vector<Row> rows = {
-      {ddp("dp"), {replicate}, {partial}, {replicate}},   {zero1("dp"), {replicate}, {partial}, {flat}},
-      {zero2("dp"), {replicate}, {flat}, {flat}},         {zero3("dp"), {flat}, {flat}, {flat}},
+      {ddp("dp"), {replicate}, {partial}, {replicate}},
+      {zero1("dp"), {replicate}, {partial}, {flat}},
+      {zero2("dp"), {replicate}, {flat}, {flat}},
+      {zero3("dp"), {flat}, {flat}, {flat}},
       {hsdp("outer", "inner"), {replicate, flat}, {partial, flat}, {replicate, flat}},
       {hfsdp("outer", "inner"), {replicate, flat}, {partial, flat}, {flat, flat}},
       {zero3({"a", "b"}), {flat, flat}, {flat, flat}, {flat, flat}},
@@ -293,25 +313,37 @@ TEST(Strategy, PresetsAreValidAndRestWhereTheirNamesSay) {
 TEST(Strategy, RefusesListsThatDoNotFitTheAxes) {
   EXPECT_EQ(refusal([] { Strategy{"s", {}, {}, {}, {}}.validate(); }), "strategy \"s\" names no mesh axis");
   EXPECT_EQ(refusal([] { zero3({"a", "b", "a"}).validate(); }), "strategy \"zero3\" names mesh axis \"a\" twice");
-  EXPECT_EQ(refusal([] { Strategy{"s", {"a", "b"}, {flat, flat}, {flat}, {flat, flat}}.validate(); }),
+  EXPECT_EQ(refusal([] {
+              Strategy{"s", {"a", "b"}, {flat, flat}, {flat}, {flat, flat}}.validate();
+            }),
             "strategy \"s\": expected 2 gradient placements (one per axis), got 1");
 }
 
 TEST(Strategy, RefusesPlacementsThatMakeNoSense) {
-  EXPECT_EQ(refusal([] { Strategy{"s", {"a"}, {partial}, {flat}, {flat}}.validate(); }),
+  EXPECT_EQ(refusal([] {
+              Strategy{"s", {"a"}, {partial}, {flat}, {flat}}.validate();
+            }),
             "strategy \"s\": the parameter cannot be partial on axis \"a\"");
-  EXPECT_EQ(refusal([] { Strategy{"s", {"a"}, {flat}, {replicate}, {flat}}.validate(); }),
+  EXPECT_EQ(refusal([] {
+              Strategy{"s", {"a"}, {flat}, {replicate}, {flat}}.validate();
+            }),
             "strategy \"s\": the gradient cannot be replicate on axis \"a\"");
-  EXPECT_EQ(refusal([] { Strategy{"s", {"a"}, {flat}, {flat}, {partial}}.validate(); }),
+  EXPECT_EQ(refusal([] {
+              Strategy{"s", {"a"}, {flat}, {flat}, {partial}}.validate();
+            }),
             "strategy \"s\": the optimizer cannot be partial on axis \"a\"");
 }
 
 TEST(Strategy, RefusesChangesThatNoContiguousPiecesCanMake) {
   // The outer axis alone flat under a flat inner optimizer: the gradient would be split again, coarser after finer.
-  EXPECT_THAT(refusal([] { Strategy{"s", {"a", "b"}, {replicate, flat}, {flat, partial}, {flat, flat}}.validate(); }),
+  EXPECT_THAT(refusal([] {
+                Strategy{"s", {"a", "b"}, {replicate, flat}, {flat, partial}, {flat, flat}}.validate();
+              }),
               HasSubstr("cannot redistribute (flat, partial) to (flat, flat)"));
   // Compute weights flat on the outer axis only.
-  EXPECT_THAT(refusal([] { Strategy{"s", {"a", "b"}, {flat, replicate}, {flat, flat}, {flat, flat}}.validate(); }),
+  EXPECT_THAT(refusal([] {
+                Strategy{"s", {"a", "b"}, {flat, replicate}, {flat, flat}, {flat, flat}}.validate();
+              }),
               HasSubstr("cannot redistribute (flat, flat) to (flat, replicate)"));
 }
 

@@ -23,9 +23,12 @@ namespace {
 
 using ::testing::HasSubstr;
 
-const TransformerConfig kSmall{.vocabulary = 17, .layers = 2, .width = 24, .heads = 6, .kv_heads = 2, .ffn_width = 40, .max_context = 16};
+const TransformerConfig kSmall{
+    .vocabulary = 17, .layers = 2, .width = 24, .heads = 6, .kv_heads = 2, .ffn_width = 40, .max_context = 16};
 
-at::Tensor random_tokens(std::int64_t batch, std::int64_t positions) { return at::randint(kSmall.vocabulary, {batch, positions}, at::kLong); }
+at::Tensor random_tokens(std::int64_t batch, std::int64_t positions) {
+  return at::randint(kSmall.vocabulary, {batch, positions}, at::kLong);
+}
 
 TEST(Transformer, ShapesAndParameterCount) {
   for (const bool tied : {false, true}) {
@@ -109,7 +112,8 @@ TEST(Transformer, InitialisationFollowsTheName) {
   const auto query = make("blocks.0.attention.query.weight", {200, 200});
   EXPECT_TRUE(at::equal(query, make("blocks.0.attention.query.weight", {200, 200})));
   EXPECT_NEAR(query.std().item<double>(), 0.02, 1e-3);
-  EXPECT_NEAR(make("blocks.1.feed_forward.down.weight", {200, 200}).std().item<double>(), 0.01, 1e-3);  // 0.02 / sqrt(2 * 2)
+  EXPECT_NEAR(make("blocks.1.feed_forward.down.weight", {200, 200}).std().item<double>(), 0.01,
+              1e-3);  // 0.02 / sqrt(2 * 2)
   EXPECT_TRUE((make("norm.weight", {24}) == 1).all().item<bool>());
 }
 
@@ -133,7 +137,9 @@ TEST(Transformer, ImpossibleShapesAreRefused) {
 }
 
 TEST(Presets, HaveTheSizesOfTheirNames) {
-  const auto millions = [](const char* name) { return static_cast<double>(find_preset(name)->parameter_count()) * 1e-6; };
+  const auto millions = [](const char* name) {
+    return static_cast<double>(find_preset(name)->parameter_count()) * 1e-6;
+  };
   EXPECT_NEAR(millions("160M"), 160, 5);
   EXPECT_NEAR(millions("1B"), 1236, 1);
   EXPECT_NEAR(millions("8B"), 8030, 1);
@@ -147,7 +153,8 @@ TEST(Sampling, IsRepeatableAndCropsTheContext) {
   const auto a = sample_tokens(model, {1, 2, 3}, options);
   EXPECT_EQ(a.size(), 30U);
   EXPECT_EQ(a, sample_tokens(model, {1, 2, 3}, options));
-  EXPECT_EQ(sample_tokens(model, {1}, {.length = 5, .temperature = 0}), sample_tokens(model, {1}, {.length = 5, .temperature = 0, .seed = 1}));
+  EXPECT_EQ(sample_tokens(model, {1}, {.length = 5, .temperature = 0}),
+            sample_tokens(model, {1}, {.length = 5, .temperature = 0, .seed = 1}));
   EXPECT_THROW(static_cast<void>(sample_tokens(model, {}, options)), UsageError);
 }
 

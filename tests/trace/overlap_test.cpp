@@ -35,8 +35,10 @@ IntervalSet intervals_of(const Ticks& covered) {
   IntervalSet result;
   for (int t = 0; t < kTicks; ++t) {
     if (!covered[t]) continue;
-    if (!result.empty() && result.back().end == t) ++result.back().end;
-    else result.push_back({t, t + 1});
+    if (!result.empty() && result.back().end == t)
+      ++result.back().end;
+    else
+      result.push_back({t, t + 1});
   }
   return result;
 }
@@ -92,9 +94,8 @@ Span span(Kind kind, std::int64_t begin, std::int64_t end, int stream = 1) {
 
 TEST(OverlapReport, CountsUnionsAndNotSums) {
   const std::vector<Span> spans = {
-      span(Kind::compute, 0, 100, 0),         span(Kind::compute, 50, 120, 0),  // 120 busy, 170 as a sum
-      span(Kind::all_gather, 80, 140, 1),     span(Kind::all_reduce, 100, 160, 2),
-      span(Kind::reduce_scatter, 200, 210, 2),
+      span(Kind::compute, 0, 100, 0),     span(Kind::compute, 50, 120, 0),  // 120 busy, 170 as a sum
+      span(Kind::all_gather, 80, 140, 1), span(Kind::all_reduce, 100, 160, 2), span(Kind::reduce_scatter, 200, 210, 2),
   };
   const auto report = trace::overlap_report(spans);
   EXPECT_EQ(report.compute, 120);
@@ -143,12 +144,11 @@ TEST(OverlapReport, IsEmptyWithoutFinishedSpans) {
 
 TEST(OverlapReport, ACollectiveOverlapsFromNinetyPercentOn) {
   const auto report = trace::overlap_report(std::vector<Span>{
-      span(Kind::compute, 0, 900, 0),
-      span(Kind::all_gather, 0, 1000),      // 90 %: overlapped
-      span(Kind::all_gather, 0, 1001),      // just under
-      span(Kind::all_gather, 800, 900),     // all of it
-      span(Kind::all_gather, 900, 1000),    // none of it
-      span(Kind::reduce_scatter, 801, 911)  // 99 of 110 = 90 %
+      span(Kind::compute, 0, 900, 0), span(Kind::all_gather, 0, 1000),  // 90 %: overlapped
+      span(Kind::all_gather, 0, 1001),                                  // just under
+      span(Kind::all_gather, 800, 900),                                 // all of it
+      span(Kind::all_gather, 900, 1000),                                // none of it
+      span(Kind::reduce_scatter, 801, 911)                              // 99 of 110 = 90 %
   });
   EXPECT_EQ(report.count(Kind::all_gather), 4);
   EXPECT_EQ(report.overlapped(Kind::all_gather), 2);
@@ -202,8 +202,8 @@ TEST(OverlapReport, EqualsBruteForceOnRandomSpans) {
 }
 
 TEST(OverlapReport, ReadsAsOneLine) {
-  const auto text = trace::to_string(trace::overlap_report(
-      std::vector<Span>{span(Kind::compute, 0, 2'000'000, 0), span(Kind::all_gather, 1'000'000, 2'000'000), span(Kind::all_gather, 1'500'000, 3'500'000)}));
+  const auto text = trace::to_string(trace::overlap_report(std::vector<Span>{
+      span(Kind::compute, 0, 2'000'000, 0), span(Kind::all_gather, 1'000'000, 2'000'000), span(Kind::all_gather, 1'500'000, 3'500'000)}));
   EXPECT_EQ(text,
             "elapsed 3.500 ms, compute 2.000, communication 2.500 (hidden 1.000, exposed 1.500), idle 0.000; all_gather 1 of 2 overlapped");
 }

@@ -73,8 +73,8 @@ TEST(Kinds, HaveTheirOwnNamesAndKnowWhatIsCommunication) {
     names.emplace_back(trace::to_string(static_cast<Kind>(k)));
     if (trace::is_communication(static_cast<Kind>(k))) communication.push_back(names.back());
   }
-  EXPECT_THAT(names, ::testing::ElementsAre("compute", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send_recv", "barrier",
-                                            "wait", "unit"));
+  EXPECT_THAT(names, ::testing::ElementsAre("compute", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send_recv",
+                                            "barrier", "wait", "unit"));
   EXPECT_THAT(communication,
               ::testing::ElementsAre("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send_recv", "barrier"));
 }
@@ -112,9 +112,12 @@ TEST_F(ChromeTrace, IsWholeAndHasTheSpansInMicroseconds) {
   std::string process;
   for (const auto& event : events) {
     EXPECT_EQ(event["pid"], 3);
-    if (event["ph"] == "X") complete.push_back(event);
-    else if (event["name"] == "thread_name") threads[event["tid"]] = event["args"]["name"];
-    else if (event["name"] == "process_name") process = event["args"]["name"];
+    if (event["ph"] == "X")
+      complete.push_back(event);
+    else if (event["name"] == "thread_name")
+      threads[event["tid"]] = event["args"]["name"];
+    else if (event["name"] == "process_name")
+      process = event["args"]["name"];
   }
   EXPECT_EQ(process, "rank 3");
   EXPECT_EQ(threads, (std::map<int, std::string>{{0, "compute"}, {2, "gather"}}));

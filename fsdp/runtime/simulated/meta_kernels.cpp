@@ -40,6 +40,20 @@ std::tuple<Tensor, Tensor> fused_rms_norm_backward(const Tensor&, const Tensor& 
   return {at::empty_like(x), weight && weight->defined() ? at::empty_like(*weight) : Tensor()};
 }
 
+std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, c10::SymIntArrayRef normalized_shape, const std::optional<Tensor>&, const std::optional<Tensor>&, double) {
+  auto sizes = x.sizes().vec();
+  for (std::size_t i = 0; i < normalized_shape.size(); ++i) sizes[sizes.size() - 1 - i] = 1;
+  return {at::empty_like(x), at::empty(sizes, x.options().dtype(at::kFloat)), at::empty(sizes, x.options().dtype(at::kFloat))};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor&, const Tensor& x, c10::SymIntArrayRef, const Tensor&, const Tensor&, const std::optional<Tensor>& weight,
+                                                       const std::optional<Tensor>& bias, std::array<bool, 3> wanted) {
+  const auto like = [](const std::optional<Tensor>& t, bool want) { return want && t && t->defined() ? at::empty_like(*t) : Tensor(); };
+  return {wanted[0] ? at::empty_like(x) : Tensor(), like(weight, wanted[1]), like(bias, wanted[2])};
+}
+
+Tensor relu(const Tensor& x) { return at::empty_like(x); }
+
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>&, double dropout, bool causal, std::optional<double> scale, bool) {
   return std::get<0>(at::_scaled_dot_product_flash_attention(q, k, v, dropout, causal, false, scale));
 }
@@ -70,6 +84,9 @@ void register_meta_kernels() {
     library->impl("where.self", TORCH_FN(where));
     library->impl("index_select", TORCH_FN(index_select));
     library->impl("embedding_dense_backward", TORCH_FN(embedding_dense_backward));
+    library->impl("native_layer_norm", TORCH_FN(layer_norm));
+    library->impl("native_layer_norm_backward", TORCH_FN(layer_norm_backward));
+    library->impl("relu", TORCH_FN(relu));
     library->impl("_fused_rms_norm", TORCH_FN(fused_rms_norm));
     library->impl("_fused_rms_norm_backward", TORCH_FN(fused_rms_norm_backward));
     library->impl("_scaled_dot_product_flash_attention", TORCH_FN(flash_attention));

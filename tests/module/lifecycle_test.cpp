@@ -1,0 +1,403 @@
+// What a user holds and what a unit does over its life.
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/zeros.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "tests/support/train.h"
+
+namespace fsdp::testing {
+namespace {
+
+TEST(Lifecycle, ModuleTensorsAndLeavesStayTheSameObjects) {
+  run_toy(2, [](ToyRank& r) {
+    std::vector<const void*> modules, leaves;
+    for (auto& p : r.model->parameters()) modules.push_back(p.unsafeGetTensorImpl());
+    for (auto& p : r.context->parameters()) leaves.push_back(p.unsafeGetTensorImpl());
+    for (int step = 0; step < 2; ++step) {
+      toy_loss(r.model, 1).backward();
+      at::NoGradGuard no_grad;
+      (void)toy_loss(r.model, 2);
+    }
+    std::size_t i = 0, k = 0;
+    for (auto& p : r.model->parameters()) EXPECT_EQ(p.unsafeGetTensorImpl(), modules[i++]);
+    for (auto& p : r.context->parameters()) EXPECT_EQ(p.unsafeGetTensorImpl(), leaves[k++]);
+    for (auto& item : r.model->named_parameters()) EXPECT_FALSE(item.value().grad().defined()) << item.key();
+    EXPECT_EQ(r.model->blocks[0]->as<ToyBlockImpl>()->up->weight.sizes(), (std::vector<std::int64_t>{19, 7}));
+  });
+}
+
+TEST(Lifecycle, LeavesOfAllRanksHoldEveryElementOnce) {
+  run_toy(3, [](ToyRank& r) {
+    std::map<std::string, std::int64_t> whole;
+    for (auto& item : r.model->named_parameters()) whole[item.key()] = item.value().numel();
+    for (auto& [name, leaf] : r.context->named_parameters()) {
+      ASSERT_TRUE(whole.contains(name)) << name;
+      EXPECT_LE(leaf.numel(), whole[name]);
+      EXPECT_EQ(leaf.dim(), 1);
+    }
+  });
+}
+
+TEST(Lifecycle, ReadingAReleasedWeightThrowsWithUnitParametersAndAdvice) {
+  run_toy(2, [](ToyRank& r) {
+    toy_loss(r.model, 1).backward();
+    auto* block = r.model->blocks[1]->as<ToyBlockImpl>();
+    try {
+      (void)(block->gain + 1);
+      ADD_FAILURE() << "no error";
+    } catch (const std::exception& error) {
+      const std::string text = error.what();
+      EXPECT_NE(text.find("blocks.1"), std::string::npos) << text;
+      EXPECT_NE(text.find("blocks.1.gain"), std::string::npos) << text;
+      EXPECT_NE(text.find("fsdp::call"), std::string::npos) << text;
+    }
+    EXPECT_ANY_THROW((void)block->forward(random({2, 7}, 1)));  // through the base type: no hooks
+    auto scope = r.context->unshard_scope(r.context->unit("blocks.1"));
+    EXPECT_NO_THROW((void)(block->gain + 1));
+  });
+}
+
+TEST(Lifecycle, AnEvaluationLeavesNothingGatheredAndChangesNothing) {
+  run_toy(2, [](ToyRank& r) {
+    toy_loss(r.model, 1).backward();
+    const auto before = r.context->full_gradient("blocks.0.up.weight");
+    {
+      at::NoGradGuard no_grad;
+      (void)toy_loss(r.model, 5);
+    }
+    for (const auto& unit : r.context->units()) EXPECT_FALSE(unit->gathered()) << unit->name();
+    EXPECT_EQ(r.context->memory_report().gathered, Bytes(0));
+    EXPECT_TRUE(at::equal(before, r.context->full_gradient("blocks.0.up.weight")));
+  });
+}
+
+TEST(Lifecycle, BackwardWithoutZeroGradAddsUp) {
+  run_toy(2, [](ToyRank& r) {
+    toy_loss(r.model, 1 + r.rank).backward();
+    const auto once = r.context->full_gradient("blocks.0.up.weight");
+    toy_loss(r.model, 1 + r.rank).backward();
+    EXPECT_TRUE(at::allclose(r.context->full_gradient("blocks.0.up.weight"), once * 2));
+  });
+}
+
+TEST(Lifecycle, AGradientTheUserKeepsIsNotOverwritten) {
+  run_toy(2, [](ToyRank& r) {
+    toy_loss(r.model, 1).backward();
+    auto leaf = r.context->parameters()[0];
+    const auto kept = leaf.grad();
+    const auto copy = kept.clone();
+    for (auto& p : r.context->parameters()) p.mutable_grad().reset();
+    toy_loss(r.model, 9).backward();
+    EXPECT_TRUE(at::equal(kept, copy));
+    EXPECT_FALSE(leaf.grad().is_same(kept));
+  });
+}
+
+TEST(Lifecycle, AGradientTheUserReplacesCounts) {
+  run_toy(2, [](ToyRank& r) {
+    toy_loss(r.model, 1).backward();
+    for (auto& p : r.context->parameters()) p.mutable_grad() = p.grad() * 3;
+    const auto tripled = r.context->full_gradient("blocks.0.up.weight");
+    toy_loss(r.model, 1).backward();
+    EXPECT_TRUE(at::allclose(r.context->full_gradient("blocks.0.up.weight"), tripled / 3 * 4));
+  });
+}
+
+TEST(Lifecycle, OneSidedUseCountsAbsentRanksAsZeroAndUnusedEverywhereStaysUndefined) {
+  struct BranchImpl : torch::nn::Module {
+    BranchImpl() {
+      a = register_parameter("a", at::ones({3, 4}));
+      b = register_parameter("b", at::ones({5}));
+      never = register_parameter("never", at::ones({300}));
+    }
+    at::Tensor forward(at::Tensor x, bool use_b) { return use_b ? (x * b.sum()).sum() : (x * a.sum()).sum(); }
+    at::Tensor a, b, never;
+  };
+  run_ranks(2, [](World world) {
+    auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}));
+    auto model = std::make_shared<Hooked<BranchImpl>>();
+    context->fully_shard(model, {});
+    const bool second = world.rank().value() == 1;
+    model->forward(at::ones({2}), second).backward();
+    EXPECT_TRUE(at::equal(context->full_gradient("a"), at::ones({3, 4}) * 1));
+    EXPECT_TRUE(at::equal(context->full_gradient("b"), at::ones({5}) * 1));
+    for (auto& [name, leaf] : context->named_parameters()) {
+      if (leaf.numel() == 0) continue;
+      EXPECT_EQ(leaf.grad().defined(), name != "never") << name;
+    }
+    // Accumulated over microbatches: used in one of them is used.
+    for (auto& leaf : context->parameters()) leaf.mutable_grad().reset();
+    {
+      auto scope = context->no_sync();
+      model->forward(at::ones({2}), true).backward();
+    }
+    model->forward(at::ones({2}), false).backward();
+    EXPECT_TRUE(at::equal(context->full_gradient("a"), at::ones({3, 4}) * 2));
+    EXPECT_TRUE(at::equal(context->full_gradient("b"), at::ones({5}) * 2));
+  });
+}
+
+TEST(Lifecycle, FrozenParametersCostNoGradientMemoryAndNoReduction) {
+  run_ranks(2, [](World world) {
+    auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}));
+    auto model = make_toy_model();
+    for (auto& item : model->blocks->named_parameters()) item.value().set_requires_grad(item.key().ends_with("gain"));
+    shard_toy_model(*context, model, {});
+    toy_loss(model, 1).backward();
+    Bytes gradients;
+    for (auto* group : context->groups()) {
+      if (!group->trainable()) {
+        EXPECT_EQ(group->gradient_bytes(), Bytes(0));
+      }
+      gradients += group->gradient_bytes();
+    }
+    EXPECT_GT(gradients, Bytes(0));
+    for (const auto& unit : context->units()) EXPECT_FALSE(unit->gathered());
+  });
+}
+
+TEST(Lifecycle, AModuleUsedTwiceAddsBothUses) {
+  run_toy(2, [](ToyRank& r) {
+    auto reference = make_toy_model();
+    const auto x = random({4, kToyInputs}, 1), y = random({4, kToyInputs}, 2);
+    (reference->forward(x).sum() + (reference->forward(y) * 2).sum()).backward();
+    (r.model->forward(x).sum() + (r.model->forward(y) * 2).sum()).backward();
+    for (auto& item : reference->named_parameters()) {
+      EXPECT_TRUE(at::allclose(r.context->full_gradient(item.key()), item.value().grad(), 1e-5, 1e-6)) << item.key();
+    }
+  });
+}
+
+TEST(Lifecycle, MaterializedValuesDoNotDependOnTheNumberOfRanks) {
+  std::map<std::string, at::Tensor> first;
+  for (int ranks : {1, 2, 3}) {
+    run_ranks(ranks, [&](World world) {
+      auto context = FsdpContext::create(DeviceMesh(world, {{"dp", world.size()}}));
+      auto model = make_toy_model();
+      for (auto& parameter : model->parameters()) {
+        const at::Tensor meta = at::empty(parameter.sizes(), parameter.options().device(at::kMeta));
+        parameter.unsafeGetTensorImpl()->shallow_copy_from(meta.getIntrusivePtr());
+      }
+      shard_toy_model(*context, model, {});
+      EXPECT_THROW((void)toy_loss(model, 1), UsageError);
+      context->reset();
+      context->materialize([](const std::string&, at::Tensor& whole, at::Generator& generator) { whole.normal_(0, 1, generator); }, {.seed = 3});
+      std::map<std::string, at::Tensor> values;
+      for (auto& [name, leaf] : context->named_parameters()) values[name] = context->full_parameter(name);
+      if (world.rank().value() == 0) {
+        if (ranks == 1) first = values;
+        ASSERT_EQ(values.size(), first.size());
+        for (auto& [name, value] : values) EXPECT_TRUE(at::equal(value, first[name])) << name;
+        EXPECT_FALSE(at::equal(first["blocks.0.up.weight"], first["blocks.1.up.weight"]));
+      }
+      EXPECT_TRUE(std::isfinite(toy_loss(model, 1).item<double>()));
+    });
+  }
+}
+
+TEST(Lifecycle, WeightsBuiltDifferentlyBecomeRankZeros) {
+  run_ranks(3, [](World world) {
+    auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 3}}));
+    auto model = make_toy_model();
+    at::NoGradGuard no_grad;
+    for (auto& parameter : model->parameters()) parameter.fill_(static_cast<double>(world.rank().value() + 1));
+    shard_toy_model(*context, model, {});
+    EXPECT_TRUE(at::equal(context->full_parameter("blocks.2.down.weight"), at::ones({7, 19})));
+  });
+}
+
+TEST(Lifecycle, SeveralModulesFormOneUnit) {
+  run_ranks(2, [](World world) {
+    auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}));
+    auto model = make_toy_model();
+    context->fully_shard({model->blocks[0], model->blocks[1]}, {});
+    context->fully_shard(model, {});
+    context->finalize();
+    EXPECT_EQ(context->units().size(), 2u);
+    EXPECT_EQ(context->units()[0]->name(), "blocks.0+blocks.1");
+    auto reference = make_toy_model();
+    toy_loss(reference, 1).backward();
+    toy_loss(model, 1).backward();
+    for (auto& item : reference->named_parameters()) {
+      EXPECT_TRUE(at::allclose(context->full_gradient(item.key()), item.value().grad(), 1e-5, 1e-6)) << item.key();
+    }
+    EXPECT_EQ(context->counters().reductions, 2);
+    for (const auto& unit : context->units()) EXPECT_FALSE(unit->gathered());
+  });
+}
+
+TEST(Lifecycle, UserHooksOnParametersRun) {
+  run_toy(2, [](ToyRank& r) {
+    auto weight = r.model->blocks[0]->as<ToyBlockImpl>()->gain;
+    int calls = 0;
+    weight.register_hook([&](at::Tensor gradient) {
+      ++calls;
+      return gradient * 2;
+    });
+    auto reference = make_toy_model();
+    toy_loss(reference, 1).backward();
+    toy_loss(r.model, 1).backward();
+    EXPECT_EQ(calls, 1);
+    EXPECT_TRUE(at::allclose(r.context->full_gradient("blocks.0.gain"), reference->blocks[0]->as<ToyBlockImpl>()->gain.grad() * 2, 1e-5, 1e-6));
+  });
+}
+
+TEST(Lifecycle, CallerDrivenSchedulesEqualAutomaticOnes) {
+  run_ranks(2, [](World world) {
+    DeviceMesh mesh(world, {{"dp", 2}});
+    auto automatic = FsdpContext::create(mesh);
+    auto driven = FsdpContext::create(mesh);
+    auto model_a = make_toy_model(), model_d = make_toy_model();
+    shard_toy_model(*automatic, model_a, {});
+    shard_toy_model(*driven, model_d, {.register_hooks = false});
+    std::vector<std::string> order;
+    for (const auto& unit : driven->units()) {
+      unit->register_post_backward_hook([&](FsdpModule& u) {
+        u.reshard();
+        u.reduce_gradients();
+        order.push_back(u.name());
+      });
+      unit->register_post_backward_hook([&](FsdpModule& u) { order.push_back("then " + u.name()); });
+    }
+    const int rank = static_cast<int>(world.rank().value());
+    for (int step = 0; step < 2; ++step) {
+      for (int m = 0; m < 2; ++m) {
+        auto scope_a = automatic->microbatch({.is_last = m == 1});
+        auto scope_d = driven->microbatch({.is_last = m == 1});
+        toy_loss(model_a, 10 * m + rank).backward();
+        for (const auto& unit : driven->units()) unit->unshard();  // in any order, before their first use
+        model_d->loss(random({4, kToyInputs}, 10 * m + rank), random({4, 3}, 10 * m + rank + 1)).backward();
+        if (m == 1) driven->finish_grad_sync();
+      }
+      EXPECT_EQ(driven->counters().reductions, 4 * 2 * (step + 1));
+      for (auto& [name, leaf] : automatic->named_parameters()) {
+        EXPECT_TRUE(at::equal(automatic->full_gradient(name), driven->full_gradient(name))) << name;
+      }
+      for (auto* context : {automatic.get(), driven.get()}) {
+        at::NoGradGuard no_grad;
+        for (auto& p : context->parameters()) {
+          p.add_(p.grad(), -0.1);
+          p.mutable_grad().reset();
+        }
+      }
+    }
+    ASSERT_GE(order.size(), 2u);
+    EXPECT_EQ(order[1], "then " + order[0]);
+    for (const auto& unit : driven->units()) EXPECT_FALSE(unit->gathered());
+  });
+}
+
+TEST(Lifecycle, FinishGradSyncNamesUnitsWithHalfTheirGradients) {
+  run_ranks(1, [](World world) {
+    auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 1}}));
+    auto model = make_toy_model();
+    shard_toy_model(*context, model, {.register_hooks = false});
+    context->finalize();
+    for (const auto& unit : context->units()) unit->unshard();
+    auto* block = model->blocks[0]->as<ToyBlockImpl>();
+    (random({2, 7}, 1) * block->gain).sum().backward();  // one of six parameters
+    try {
+      context->finish_grad_sync();
+      ADD_FAILURE() << "no error";
+    } catch (const UsageError& error) {
+      EXPECT_NE(std::string(error.what()).find("unit \"blocks.0\" still waits for 5 of 6 gradients"), std::string::npos) << error.what();
+    }
+    context->reset();
+    for (const auto& unit : context->units()) unit->unshard();
+    model->forward(random({2, kToyInputs}, 1)).sum().backward();  // complete, but nobody reduces
+    EXPECT_THROW(context->finish_grad_sync(), UsageError);
+  });
+}
+
+TEST(Lifecycle, MemoryIsTheFormulaAndFlatInDepth) {
+  std::map<int, MemoryReport> by_depth;
+  for (int depth : {3, 9}) {
+    run_ranks(2, [&](World world) {
+      auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}));
+      auto model = make_toy_model(7, depth);
+      shard_toy_model(*context, model, {});
+      toy_loss(model, 1).backward();
+      const auto report = context->memory_report();
+      Bytes shards, largest;
+      for (const auto& unit : context->units()) {
+        for (const auto& group : unit->groups()) shards += bytes_of(group->layout().padded_size(), 4);
+        if (unit->name() != "<root>") largest = std::max(largest, unit->gathered_bytes());
+      }
+      const Bytes root = context->unit("<root>").gathered_bytes();
+      EXPECT_EQ(report.main_weights, Bytes(shards.value() / 2));
+      EXPECT_EQ(report.model_weights, Bytes(0));
+      EXPECT_EQ(report.main_gradients, report.main_weights);
+      EXPECT_EQ(report.gathered, Bytes(0));
+      EXPECT_EQ(report.gathered_peak, root + largest * 2);       // the root, the unit that computes and the next
+      EXPECT_LE(report.reduce_slots_peak, root + largest * 2);   // the root's gradients, two slots
+      if (world.rank().value() == 0) by_depth[depth] = report;
+    });
+  }
+  EXPECT_EQ(by_depth[3].gathered_peak, by_depth[9].gathered_peak);
+  EXPECT_EQ(by_depth[3].reduce_slots_peak, by_depth[9].reduce_slots_peak);
+}
+
+TEST(Lifecycle, ZeroGradFreesGradientMemory) {
+  run_toy(2, [](ToyRank& r) {
+    Sgd optimizer(*r.context, {});
+    toy_loss(r.model, 1).backward();
+    EXPECT_GT(r.context->memory_report().main_gradients, Bytes(0));
+    optimizer.zero_grad();
+    EXPECT_EQ(r.context->memory_report().main_gradients, Bytes(0));
+    // By any torch optimizer: at the next forward.
+    toy_loss(r.model, 1).backward();
+    for (auto& p : r.context->parameters()) p.mutable_grad().reset();
+    at::NoGradGuard no_grad;
+    (void)toy_loss(r.model, 1);
+    EXPECT_EQ(r.context->memory_report().main_gradients, Bytes(0));
+  });
+}
+
+TEST(Lifecycle, AGraphMayOutliveItsContext) {
+  run_ranks(1, [](World world) {
+    at::Tensor loss;
+    {
+      auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 1}}));
+      auto model = make_toy_model();
+      shard_toy_model(*context, model, {});
+      loss = toy_loss(model, 1);
+    }
+    EXPECT_ANY_THROW(loss.backward());
+  });
+}
+
+TEST(Lifecycle, PoliciesGiveEqualBits) {
+  std::vector<ContextOptions> policies(6);
+  policies[1].prefetch = Prefetch::none();
+  policies[2].prefetch = Prefetch::depth(3);
+  policies[3].reduction = Reduction::delayed(2);
+  policies[4].unify_communication_stream = true;
+  policies[5].inline_limit = Bytes(1 << 20);  // serialised: every collective on the calling thread
+  std::map<std::string, at::Tensor> first;
+  for (std::size_t i = 0; i < policies.size(); ++i) {
+    if (i != 5) policies[i].inline_limit = Bytes(0);
+    run_toy(2, [&](ToyRank& r) {
+      AdamW optimizer(*r.context, {});
+      for (int step = 0; step < 3; ++step) {
+        toy_loss(r.model, 10 * step + r.rank).backward();
+        optimizer.step(clip_grad_norm_(*r.context, 0.5));
+        optimizer.zero_grad();
+      }
+      for (auto& [name, leaf] : r.context->named_parameters()) {
+        const auto value = r.context->full_parameter(name);
+        if (r.rank != 0) continue;
+        if (i == 0) first[name] = value;
+        EXPECT_TRUE(at::equal(value, first[name])) << name << " under policy " << i;
+      }
+    }, policies[i]);
+  }
+}
+
+}  // namespace
+}  // namespace fsdp::testing
