@@ -25,7 +25,7 @@ struct Collective {
   void* receive = nullptr;
   std::int64_t count = 0;        // elements a rank: gathered share, scattered share, or whole buffer
   std::int64_t sequence = 0;     // of this communicator, from 1
-  const char* label = "";        // what it is for, such as "FSDP:layers.0:unshard"; interned, outlives the operation
+  const char* label = "";        // what it is for, such as "FSDP:layers.0:unshard"; lives as long as the process (base/intern.h): other ranks read it
   // all_to_all_v: elements to and from each rank, packed in rank order. [rank]
   std::shared_ptr<const std::vector<std::int64_t>> send_counts, receive_counts;
 };

@@ -43,7 +43,7 @@ void Communicator::launch(Collective operation, std::int64_t largest_count, cons
   // A message waits for its peer's call, which may come after one of ours: never on the calling thread.
   options.small = state_->inline_limit > Bytes(0) && Bytes(bytes) <= state_->inline_limit && operation.kind != trace::Kind::send_recv;
   if (auto* recorder = state_->runtime->recorder()) {
-    options.span = recorder->issue(recorder->intern(operation.label), operation.kind, stream.id());
+    options.span = recorder->issue(operation.label, operation.kind, stream.id());
     options.span->sequence = operation.sequence;
     options.span->bytes = bytes;
   }

@@ -1,6 +1,7 @@
 #include "fsdp/module/fsdp_module.h"
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/intern.h"
 #include "fsdp/module/hook_target.h"
 #include "fsdp/module/scheduler.h"
 
@@ -20,7 +21,7 @@ FsdpModule::~FsdpModule() {
 }
 
 void FsdpModule::set_name(const std::string& name) {
-  const auto label = [&](const char* operation) { return fmt::format("FSDP:{}:{}", name, operation); };
+  const auto label = [&](const char* operation) { return intern(fmt::format("FSDP:{}:{}", name, operation)); };
   names_ = {name, label("forward_compute"), label("backward_compute"), label("unshard"), label("reshard"), label("reduce_gradients")};
 }
 

@@ -76,8 +76,8 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
 
   struct Names {
     std::string unit;
-    // "FSDP:<unit>:<operation>"; labels of collectives and spans.
-    std::string forward_compute, backward_compute, unshard, reshard, reduce_gradients;
+    // "FSDP:<unit>:<operation>", interned; labels of collectives and spans.
+    const char *forward_compute = "", *backward_compute = "", *unshard = "", *reshard = "", *reduce_gradients = "";
   };
   void set_name(const std::string& name);
   void complete_window();

@@ -432,6 +432,17 @@ at::Tensor FsdpParameterGroup::gradient_slice(ElementRange packed) {
   return main_gradient_.buffer->slice(packed);
 }
 
+std::vector<at::Tensor> FsdpParameterGroup::defined_gradients() {
+  const at::Tensor whole = gradient_slice(main_weight_.range());
+  if (!whole.defined()) return {};
+  std::vector<at::Tensor> some;
+  for (const auto& p : parameters_) {
+    if (p.leaf.grad().defined()) some.push_back(p.leaf.grad().detach());
+  }
+  if (some.size() == parameters_.size()) return {whole};  // padding is zero
+  return some;
+}
+
 void FsdpParameterGroup::drop_gradient_memory() {
   auto& buffer = main_gradient_.buffer;
   if (!buffer || !buffer->storage().attached() || any_gradient_defined()) return;

@@ -86,6 +86,8 @@ class FsdpParameterGroup {
   // Part of the main gradient, padding included; undefined while there is none. The leaves' `.grad` are read, so a tensor
   // that the user put in their place counts.
   [[nodiscard]] at::Tensor gradient_slice(ElementRange packed);
+  // The gradients that exist, as few tensors as possible: the whole shard when all do.
+  [[nodiscard]] std::vector<at::Tensor> defined_gradients();
   // Frees gradient memory that no leaf refers to any more.
   void drop_gradient_memory();
   void zero_gradients(bool set_to_none);

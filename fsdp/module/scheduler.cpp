@@ -32,10 +32,10 @@ Scheduler::~Scheduler() {
   }
 }
 
-trace::Span* Scheduler::issue_span(const std::string& name, trace::Kind kind, const Stream& stream) const {
+trace::Span* Scheduler::issue_span(const char* name, trace::Kind kind, const Stream& stream) const {
   auto* recorder = runtime().recorder();
   if (recorder == nullptr) return nullptr;
-  trace::Span* span = recorder->issue(recorder->intern(name), kind, stream.id());
+  trace::Span* span = recorder->issue(name, kind, stream.id());
   span->begin = stream.now();
   return span;
 }
@@ -74,7 +74,7 @@ void Scheduler::issue_gather(FsdpModule& unit) {
     drop(unit);  // weights of an earlier step
   }
   trace::Span* span = issue_span(unit.names_.unshard, trace::Kind::unit, gather_stream_);
-  const char* label = unit.names_.unshard.c_str();
+  const char* label = unit.names_.unshard;
   for (auto& group : unit.groups_) group->refresh(epoch_, gather_stream_, label);
   for (auto& group : unit.groups_) group->gather_whole(gather_pool_, gather_stream_, label);
   gather_stream_.record(unit.gathered_event_);
@@ -291,7 +291,7 @@ void Scheduler::window_completed(FsdpModule& unit) {
   for (auto& hook : unit.post_backward_hooks_) hook(unit);
 }
 
-trace::Span* Scheduler::issue_compute_span(const std::string& name) const {
+trace::Span* Scheduler::issue_compute_span(const char* name) const {
   // Where operators are recorded one by one, a span over the unit would count its waits as compute.
   const bool by_operator = runtime().device().is_meta();
   return issue_span(name, by_operator ? trace::Kind::unit : trace::Kind::compute, compute_stream());
@@ -424,7 +424,7 @@ void Scheduler::launch_reduction(FsdpModule& unit) {
   reduce_stream_.wait(unit.packed_event_);
   for (auto& group : unit.groups_) {
     if (!group->trainable()) continue;
-    group->reduce(reduce_stream_, slot_pool_, accumulation_pool_, unit.names_.reduce_gradients.c_str());
+    group->reduce(reduce_stream_, slot_pool_, accumulation_pool_, unit.names_.reduce_gradients);
     if (auto memory = group->take_slot_memory(); memory.get() != nullptr || unit.slot_ >= 0) {
       if (unit.slot_ >= 0) slots_[unit.slot_].memory.emplace_back(std::move(memory), group->slot_bytes());
     }

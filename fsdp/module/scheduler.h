@@ -69,8 +69,8 @@ class Scheduler {
   void reset_peaks();
 
   // A span of the unit's own operations, when recording; null otherwise.
-  [[nodiscard]] trace::Span* issue_span(const std::string& name, trace::Kind kind, const Stream& stream) const;
-  [[nodiscard]] trace::Span* issue_compute_span(const std::string& name) const;
+  [[nodiscard]] trace::Span* issue_span(const char* name, trace::Kind kind, const Stream& stream) const;
+  [[nodiscard]] trace::Span* issue_compute_span(const char* name) const;
 
  private:
   struct ReduceSlot {

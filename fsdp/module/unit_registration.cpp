@@ -203,6 +203,7 @@ void Scheduler::set_prefetch_list(Phase phase, const FsdpModule& unit, const std
 }
 
 void Scheduler::log_summary() const {
+  if (mesh_.world().rank() != Rank(0)) return;  // equal on all ranks
   std::int64_t parameters = 0, elements = 0;
   Bytes largest;
   std::set<std::string> strategies;

@@ -2,9 +2,9 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/clamp.h>
+#include <ATen/ops/dot.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/ones_like.h>
-#include <ATen/ops/sum.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
@@ -38,9 +38,9 @@ at::Tensor grad_norm(FsdpContext& context) {
     if (!group->trainable()) continue;
     // Every rank makes an entry for the same axes, whether or not it holds gradients: the collectives must agree.
     at::Tensor& sum = sums.try_emplace(split_axes(*group, mesh), at::zeros({}, wide)).first->second;
-    for (const auto& p : group->parameters()) {
-      const at::Tensor& gradient = p.leaf.grad();
-      if (gradient.defined() && gradient.numel() > 0) sum.add_(at::sum(gradient.detach().to(sum.scalar_type()).square()));
+    for (const at::Tensor& gradient : group->defined_gradients()) {
+      const at::Tensor wide_gradient = gradient.to(sum.scalar_type());
+      sum.add_(at::dot(wide_gradient, wide_gradient));
     }
   }
   const Stream stream = mesh.runtime()->compute_stream();
@@ -62,8 +62,7 @@ at::Tensor clip_grad_norm_(FsdpContext& context, double max_norm) {
   const at::Tensor scale = at::where(at::isfinite(norm), wanted, at::ones_like(norm));
   for (FsdpParameterGroup* group : context.groups()) {
     if (!group->trainable()) continue;
-    const at::Tensor gradient = group->gradient_slice(group->main_weight().range());
-    if (gradient.defined()) gradient.mul_(scale);
+    for (at::Tensor gradient : group->defined_gradients()) gradient.mul_(scale);
   }
   return norm;
 }

@@ -25,7 +25,7 @@ using Nanoseconds = std::int64_t;
 inline constexpr Nanoseconds kUnset = -1;
 
 struct Span {
-  const char* name = "";   // interned by the recorder, lives as long as it
+  const char* name = "";   // interned, by the recorder or for the process; outlives the span
   Kind kind = Kind::unit;
   std::int32_t stream = 0;  // stream id given by the runtime; 0 is compute
   std::int64_t sequence = 0;  // sequence number of a collective on its communicator, else 0

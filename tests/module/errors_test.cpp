@@ -86,7 +86,7 @@ struct BombImpl : torch::nn::Module {
   at::Tensor forward(at::Tensor x, bool armed) {
     auto y = x * weight;
     if (armed) y.register_hook([](at::Tensor) -> at::Tensor { throw std::runtime_error("bomb"); });
-    return y;
+    return y * 1;  // the unit's backward has begun when the bomb goes off
   }
   at::Tensor weight;
 };

@@ -59,7 +59,7 @@ void ThreadsGroup::throw_aborted(int rank, const Collective& operation) const {
   detail::fail<CommunicationError>("rank {}: {} on communicator {} was aborted: {}", members_[rank], describe(operation), name_, aborted_);
 }
 
-void ThreadsGroup::meet(int rank, const Collective& operation) {
+void ThreadsGroup::meet(int rank, const Collective& operation, Meeting meeting) {
   std::unique_lock lock(mutex_);
   if (!aborted_.empty()) throw_aborted(rank, operation);
   arrived_[rank] = true;
@@ -67,6 +67,7 @@ void ThreadsGroup::meet(int rank, const Collective& operation) {
     arrived_.assign(members_.size(), false);
     arrived_count_ = 0;
     ++generation_;
+    if (meeting == Meeting::start) moving_ = static_cast<int>(members_.size());
     lock.unlock();
     changed_.notify_all();
     return;
@@ -115,15 +116,33 @@ void ThreadsGroup::execute(int rank, const Collective& operation) {
     if (!aborted_.empty()) throw_aborted(rank, operation);  // before others' view of this rank changes under them
   }
   operations_[rank] = operation;
-  if (members_.size() > 1) meet(rank, operation);
+  if (members_.size() == 1) return move_data(rank, operation);
+  meet(rank, operation, Meeting::start);
   try {
-    compare_operations();
-    move_data(rank, operation);
+    struct Moving {
+      ThreadsGroup& group;
+      ~Moving() { group.finish_moving(); }
+    };
+    {
+      Moving moving{*this};
+      compare_operations();
+      move_data(rank, operation);
+    }
+    meet(rank, operation, Meeting::end);
   } catch (const Error& error) {
     abort(error.what());
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return moving_ == 0; });  // others may be reading this rank's buffers; copying ends by itself
     throw;
   }
-  if (members_.size() > 1) meet(rank, operation);
+}
+
+void ThreadsGroup::finish_moving() {
+  {
+    std::lock_guard lock(mutex_);
+    --moving_;
+  }
+  changed_.notify_all();
 }
 
 void ThreadsGroup::move_data(int rank, const Collective& operation) {
@@ -147,7 +166,7 @@ void ThreadsGroup::move_data(int rank, const Collective& operation) {
       for (int r = 0; r < size; ++r) sends[r] = at_element(operations_[r].send, part(rank), dtype);
       reduce_on_cpu({sends, static_cast<std::size_t>(size)}, at_element(operation.receive, part(rank), dtype), part(rank + 1) - part(rank), dtype,
                     operation.reduce);
-      if (size > 1) meet(rank, operation);
+      if (size > 1) meet(rank, operation, Meeting::middle);
       for (int r = 0; r < size; ++r) {
         if (r != rank) copy(at_element(operation.receive, part(r), dtype), at_element(operations_[r].receive, part(r), dtype), part(r + 1) - part(r), dtype);
       }

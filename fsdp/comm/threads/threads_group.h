@@ -32,8 +32,10 @@ class ThreadsGroup {
   void execute(int rank, const Collective& operation);
   void exchange_with_peer(int rank, const Collective& operation);
   void move_data(int rank, const Collective& operation);
+  enum class Meeting : std::uint8_t { start, middle, end };  // of an operation
   // Blocks until all ranks are here. Throws past the deadline, naming the ranks that did not come.
-  void meet(int rank, const Collective& operation);
+  void meet(int rank, const Collective& operation, Meeting meeting);
+  void finish_moving();
   void compare_operations();
   void reset(int rank);
   [[noreturn]] void throw_aborted(int rank, const Collective& operation) const;
@@ -51,6 +53,7 @@ class ThreadsGroup {
   int arrived_count_ = 0;
   std::int64_t generation_ = 0;
   std::string aborted_;        // the reason; empty while usable
+  int moving_ = 0;             // ranks that may still read others' buffers: nobody leaves before they are done
   std::vector<bool> resetting_;
   int resetting_count_ = 0;
   std::int64_t reset_generation_ = 0;
