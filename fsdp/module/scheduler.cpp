@@ -42,10 +42,17 @@ trace::Span* Scheduler::issue_span(const char* name, trace::Kind kind, const Str
 
 // --- Weights ---
 
-void Scheduler::start_epoch() {
+// Gathers from here on read what the optimizer, or whoever else, has written so far.
+void Scheduler::begin_epoch_if_needed() {
+  Event written;
+  compute_stream().record(written);
+  gather_stream_.wait(written);
+  // Several forwards before one backward (two roots, a module run twice) read the same weights, unless a leaf changed.
+  const auto versions = leaf_versions();
+  if (versions == leaf_versions_ && epoch_ > 0 && (awaiting_backward_ || !weights_may_change_)) return;
   ++epoch_;
   awaiting_backward_ = false;
-  leaf_versions_ = leaf_versions();
+  leaf_versions_ = versions;
   for (auto& unit : units_) {
     for (auto& group : unit->groups()) group->drop_gradient_memory();
   }
@@ -90,6 +97,7 @@ void Scheduler::issue_gather(FsdpModule& unit) {
 
 void Scheduler::release(FsdpModule& unit) {
   if (unit.pins_ == 0) drop(unit);
+  else unit.release_queued_ = false;
 }
 
 bool Scheduler::in_use(const FsdpModule& unit) const {
@@ -137,13 +145,10 @@ void Scheduler::need(FsdpModule& unit, std::optional<Phase> phase) {
 
 void Scheduler::unshard(FsdpModule& unit, std::optional<Phase> prefetch) {
   if (!finalized_) finalize();
-  if (forward_depth_ == 0 && !backward_active_ && weights_may_change_ && (epoch_ == 0 || !unit.options().register_hooks)) {
-    // The first gather of a step comes after the optimizer's writes.
+  if (forward_depth_ == 0 && !backward_active_) {
+    begin_epoch_if_needed();
+    // A caller-driven step has no outermost forward: its first gather begins the epoch, finish_grad_sync ends it.
     if (!unit.options().register_hooks) weights_may_change_ = false;
-    start_epoch();
-    Event written;
-    compute_stream().record(written);
-    gather_stream_.wait(written);
   }
   need(unit, prefetch);
 }
@@ -179,11 +184,7 @@ void Scheduler::release_all() {
 void Scheduler::begin_outermost_forward() {
   if (torch::autograd::get_current_graph_task_id() != -1) return;  // recomputing inside a backward
   FSDP_CHECK(!backward_active_, UsageError, "the previous backward ended with an exception: call context->reset() on every rank before going on");
-  // Several forwards before one backward (two roots, a module run twice) read the same weights, unless a leaf changed.
-  if (weights_may_change_ && !(awaiting_backward_ && leaf_versions() == leaf_versions_)) start_epoch();
-  Event written;
-  compute_stream().record(written);
-  gather_stream_.wait(written);
+  begin_epoch_if_needed();
   backward_expected_ = false;
   signature_ = at::GradMode::is_enabled() ? 1 : 0;
 }
@@ -199,9 +200,9 @@ void Scheduler::pre_forward(FsdpModule& unit) {
     FSDP_CHECK(!group->on_meta(), UsageError, "unit \"{}\" was built on the meta device and has no values: call context->materialize(init) first", unit.name());
   }
   if (forward_depth_ == 0) begin_outermost_forward();
-  ++forward_depth_;
-  if (unit.forwards_left_ == 0) unit.forwards_left_ = static_cast<int>(unit.modules_.size());
   issue_gather(unit);
+  if (unit.forwards_left_ == 0) unit.forwards_left_ = static_cast<int>(unit.modules_.size());
+  ++forward_depth_;  // last: from here on the caller's scope undoes it
 }
 
 // After the arguments were seen: what follows is prefetched, then the current stream waits for the weights.

@@ -85,7 +85,7 @@ class Scheduler {
 
   void begin_outermost_forward();
   void end_outermost_forward();
-  void start_epoch();
+  void begin_epoch_if_needed();
   [[nodiscard]] std::int64_t leaf_versions() const;
   void need(FsdpModule& unit, std::optional<Phase> phase);
   void prefetch_after(FsdpModule& unit, Phase phase);

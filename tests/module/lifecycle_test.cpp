@@ -63,6 +63,32 @@ TEST(Lifecycle, ReadingAReleasedWeightThrowsWithUnitParametersAndAdvice) {
   });
 }
 
+TEST(Lifecycle, WeightsReadInAScopeAreTheOptimizersLatest) {
+  for (const Strategy& strategy : {zero1("dp"), zero3("dp")}) {
+    run_toy(2, [](ToyRank& r) {
+      Sgd optimizer(*r.context, {.learning_rate = 1.0});
+      toy_loss(r.model, 1).backward();
+      optimizer.step();
+      auto scope = r.context->unshard_scope(r.context->unit("blocks.0"));
+      const auto latest = r.context->full_parameter("blocks.0.up.weight").to(at::kBFloat16);
+      EXPECT_TRUE(at::equal(r.model->blocks[0]->as<ToyBlockImpl>()->up->weight, latest));
+    }, {}, {.placements = strategy, .mixed_precision = {.param_dtype = at::kBFloat16}});
+  }
+}
+
+TEST(Lifecycle, WeightsWrittenInsideAnAccumulationWindowAreSeen) {
+  run_toy(2, [](ToyRank& r) {
+    auto scope = r.context->no_sync();
+    const double before = toy_loss(r.model, 1).item<double>();
+    toy_loss(r.model, 1).backward();
+    {
+      at::NoGradGuard no_grad;
+      for (auto& leaf : r.context->parameters()) leaf.mul_(0.5);
+    }
+    EXPECT_NE(toy_loss(r.model, 1).item<double>(), before);
+  }, {}, {.placements = zero1("dp")});
+}
+
 TEST(Lifecycle, AnEvaluationLeavesNothingGatheredAndChangesNothing) {
   run_toy(2, [](ToyRank& r) {
     toy_loss(r.model, 1).backward();
