@@ -7,9 +7,9 @@
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/relu.h>
-#include <ATen/ops/ones_like.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -29,12 +29,16 @@ constexpr std::int64_t kWidth = 16;
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(bool own_linear) : own_linear_(own_linear) {
     const std::int64_t d = kWidth;
-    const std::vector<std::vector<std::int64_t>> shapes{{d}, {d}, {d, d}, {d}, {d, d}, {d}, {d, d}, {d}, {d, d}, {d}, {d}, {d}, {4 * d, d}, {4 * d}, {d, 4 * d}, {d}};
+    const std::vector<std::vector<std::int64_t>> shapes{{d},    {d}, {d, d}, {d}, {d, d},     {d},     {d, d},     {d},
+                                                        {d, d}, {d}, {d},    {d}, {4 * d, d}, {4 * d}, {d, 4 * d}, {d}};
     for (std::size_t i = 0; i < shapes.size(); ++i) {
-      p.push_back(register_parameter("p" + std::to_string(i), shapes[i].size() == 1 ? at::ones(shapes[i]) : at::randn(shapes[i]) * 0.1));
+      p.push_back(register_parameter("p" + std::to_string(i),
+                                     shapes[i].size() == 1 ? at::ones(shapes[i]) : at::randn(shapes[i]) * 0.1));
     }
   }
-  at::Tensor linear(const at::Tensor& x, int i) const { return own_linear_ ? fsdp::linear(x, p[i], p[i + 1]) : at::linear(x, p[i], p[i + 1]); }
+  at::Tensor linear(const at::Tensor& x, int i) const {
+    return own_linear_ ? fsdp::linear(x, p[i], p[i + 1]) : at::linear(x, p[i], p[i + 1]);
+  }
   at::Tensor forward(at::Tensor x) {
     auto y = at::layer_norm(x, {kWidth}, p[0], p[1]);
     y = linear(y, 2) + linear(y, 4) + linear(y, 6);
@@ -67,7 +71,9 @@ struct Model {
   std::shared_ptr<fsdp::FsdpContext> context;
 };
 
-double microseconds(std::chrono::steady_clock::duration d) { return std::chrono::duration<double, std::micro>(d).count(); }
+double microseconds(std::chrono::steady_clock::duration d) {
+  return std::chrono::duration<double, std::micro>(d).count();
+}
 
 double median(std::vector<double> values) {
   std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());

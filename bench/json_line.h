@@ -17,7 +17,8 @@ struct Figure {
 };
 
 inline void print(const Figure& figure) {
-  std::printf("{\"bench\":\"%s\",\"metric\":\"%s\",\"value\":%.4g,\"unit\":\"%s\"", figure.bench.c_str(), figure.metric.c_str(), figure.value, figure.unit.c_str());
+  std::printf("{\"bench\":\"%s\",\"metric\":\"%s\",\"value\":%.4g,\"unit\":\"%s\"", figure.bench.c_str(),
+              figure.metric.c_str(), figure.value, figure.unit.c_str());
   if (figure.peer) std::printf(",\"peer\":%.4g,\"ratio\":%.4g", *figure.peer, figure.value / *figure.peer);
   if (figure.target) std::printf(",\"target\":%.4g", *figure.target);
   std::printf(",\"better\":\"%s\"}\n", figure.better);

@@ -17,12 +17,13 @@ template <typename E, typename... Args>
 }  // namespace fsdp::detail
 
 // FSDP_CHECK(condition, ErrorType, "message {}", value): the message is only built when the condition is false.
-#define FSDP_CHECK(condition, Type, ...)                                 \
-  do {                                                                   \
-    if (!(condition)) [[unlikely]] ::fsdp::detail::fail<Type>(__VA_ARGS__); \
+#define FSDP_CHECK(condition, Type, ...)       \
+  do {                                         \
+    if (!(condition)) [[unlikely]]             \
+      ::fsdp::detail::fail<Type>(__VA_ARGS__); \
   } while (false)
 
 // For what only a defect of the library can break.
-#define FSDP_INVARIANT(condition)                                                                              \
-  FSDP_CHECK(condition, ::fsdp::InternalError, "internal error: {} does not hold ({}:{}); please report it", #condition, \
-             __FILE__, __LINE__)
+#define FSDP_INVARIANT(condition)                                                                            \
+  FSDP_CHECK(condition, ::fsdp::InternalError, "internal error: {} does not hold ({}:{}); please report it", \
+             #condition, __FILE__, __LINE__)

@@ -15,8 +15,8 @@ class Task {
   Task() = default;
 
   template <typename F>
-    requires(!std::is_same_v<std::remove_cvref_t<F>, Task>)
-  Task(F&& function) {  // NOLINT(google-explicit-constructor): a lambda is a task
+  requires(!std::is_same_v<std::remove_cvref_t<F>, Task>)
+      Task(F&& function) {  // NOLINT(google-explicit-constructor): a lambda is a task
     using Function = std::remove_cvref_t<F>;
     static_assert(sizeof(Function) <= kCapacity, "capture less: a Task never allocates");
     static_assert(alignof(Function) <= alignof(std::max_align_t));

@@ -16,8 +16,14 @@ class StrongInteger {
   [[nodiscard]] constexpr std::int64_t value() const { return value_; }
 
   constexpr auto operator<=>(const StrongInteger&) const = default;
-  constexpr StrongInteger& operator+=(StrongInteger other) { value_ += other.value_; return *this; }
-  constexpr StrongInteger& operator-=(StrongInteger other) { value_ -= other.value_; return *this; }
+  constexpr StrongInteger& operator+=(StrongInteger other) {
+    value_ += other.value_;
+    return *this;
+  }
+  constexpr StrongInteger& operator-=(StrongInteger other) {
+    value_ -= other.value_;
+    return *this;
+  }
   friend constexpr StrongInteger operator+(StrongInteger a, StrongInteger b) { return a += b; }
   friend constexpr StrongInteger operator-(StrongInteger a, StrongInteger b) { return a -= b; }
   friend constexpr StrongInteger operator*(StrongInteger a, std::int64_t n) { return StrongInteger(a.value_ * n); }

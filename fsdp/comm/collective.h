@@ -19,17 +19,19 @@ struct Collective {
   trace::Kind kind = trace::Kind::barrier;
   ReduceOp reduce = ReduceOp::sum;
   c10::ScalarType dtype = c10::kFloat;
-  bool sending = false;          // send_recv: this rank sends
-  std::int32_t peer = 0;         // broadcast: root; send_recv: the other rank
-  const void* send = nullptr;    // null where no data exists (simulated) or nothing is sent
+  bool sending = false;        // send_recv: this rank sends
+  std::int32_t peer = 0;       // broadcast: root; send_recv: the other rank
+  const void* send = nullptr;  // null where no data exists (simulated) or nothing is sent
   void* receive = nullptr;
-  std::int64_t count = 0;        // elements a rank: gathered share, scattered share, or whole buffer
-  std::int64_t sequence = 0;     // of this communicator, from 1
-  const char* label = "";        // what it is for, such as "FSDP:layers.0:unshard"; lives as long as the process (base/intern.h): other ranks read it
+  std::int64_t count = 0;     // elements a rank: gathered share, scattered share, or whole buffer
+  std::int64_t sequence = 0;  // of this communicator, from 1
+  const char* label = "";     // what it is for, such as "FSDP:layers.0:unshard"; lives as long as the process
+                              // (base/intern.h): other ranks read it
   // all_to_all_v: elements to and from each rank, packed in rank order. [rank]
   std::shared_ptr<const std::vector<std::int64_t>> send_counts, receive_counts;
 };
 
-[[nodiscard]] std::string describe(const Collective& operation);  // "all_gather \"FSDP:layers.0:unshard\" #12 of 256 Float"
+[[nodiscard]] std::string describe(
+    const Collective& operation);  // "all_gather \"FSDP:layers.0:unshard\" #12 of 256 Float"
 
 }  // namespace fsdp

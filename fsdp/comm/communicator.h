@@ -25,7 +25,8 @@ namespace fsdp {
 class Communicator {
  public:
   Communicator() = default;
-  Communicator(std::shared_ptr<CommunicatorBackend> backend, std::shared_ptr<Runtime> runtime, Rank rank, int size, std::string name);
+  Communicator(std::shared_ptr<CommunicatorBackend> backend, std::shared_ptr<Runtime> runtime, Rank rank, int size,
+               std::string name);
 
   [[nodiscard]] Rank rank() const;
   [[nodiscard]] int size() const;
@@ -33,17 +34,24 @@ class Communicator {
   [[nodiscard]] explicit operator bool() const { return state_ != nullptr; }
 
   // receive[rank * count ...] = send of that rank. `receive` holds size() * count elements.
-  void all_gather(const void* send, void* receive, Elements count, c10::ScalarType dtype, const Stream& stream, const char* label) const;
+  void all_gather(const void* send, void* receive, Elements count, c10::ScalarType dtype, const Stream& stream,
+                  const char* label) const;
   // receive = share `rank()` of the sum of all ranks' `send`. `send` holds size() * count elements.
-  void reduce_scatter(const void* send, void* receive, Elements count, c10::ScalarType dtype, const Stream& stream, const char* label) const;
-  void all_reduce(const void* send, void* receive, Elements count, c10::ScalarType dtype, ReduceOp op, const Stream& stream, const char* label) const;
+  void reduce_scatter(const void* send, void* receive, Elements count, c10::ScalarType dtype, const Stream& stream,
+                      const char* label) const;
+  void all_reduce(const void* send, void* receive, Elements count, c10::ScalarType dtype, ReduceOp op,
+                  const Stream& stream, const char* label) const;
   // `data` of rank `root` reaches all ranks.
-  void broadcast(void* data, Elements count, c10::ScalarType dtype, Rank root, const Stream& stream, const char* label) const;
+  void broadcast(void* data, Elements count, c10::ScalarType dtype, Rank root, const Stream& stream,
+                 const char* label) const;
   // Rank r receives what every rank holds for it, in rank order. Counts are [rank]; they must agree pairwise.
-  void all_to_all_v(const void* send, std::vector<std::int64_t> send_counts, void* receive, std::vector<std::int64_t> receive_counts,
-                    c10::ScalarType dtype, const Stream& stream, const char* label) const;
-  void send(const void* data, Elements count, c10::ScalarType dtype, Rank to, const Stream& stream, const char* label) const;
-  void receive(void* data, Elements count, c10::ScalarType dtype, Rank from, const Stream& stream, const char* label) const;
+  void all_to_all_v(const void* send, std::vector<std::int64_t> send_counts, void* receive,
+                    std::vector<std::int64_t> receive_counts, c10::ScalarType dtype, const Stream& stream,
+                    const char* label) const;
+  void send(const void* data, Elements count, c10::ScalarType dtype, Rank to, const Stream& stream,
+            const char* label) const;
+  void receive(void* data, Elements count, c10::ScalarType dtype, Rank from, const Stream& stream,
+               const char* label) const;
   void barrier(const Stream& stream, const char* label) const;
 
   void abort(const std::string& reason) const { state_->backend->abort(reason); }

@@ -42,8 +42,10 @@ void reduce_typed(std::span<const void* const> inputs, T* out, std::int64_t coun
 
 template <typename T>
 void dispatch(std::span<const void* const> inputs, void* out, std::int64_t count, ReduceOp op) {
-  if (op == ReduceOp::sum) reduce_typed<T, ReduceOp::sum>(inputs, static_cast<T*>(out), count);
-  else reduce_typed<T, ReduceOp::max>(inputs, static_cast<T*>(out), count);
+  if (op == ReduceOp::sum)
+    reduce_typed<T, ReduceOp::sum>(inputs, static_cast<T*>(out), count);
+  else
+    reduce_typed<T, ReduceOp::max>(inputs, static_cast<T*>(out), count);
 }
 
 }  // namespace
@@ -55,21 +57,31 @@ bool can_reduce(c10::ScalarType dtype) {
     case c10::kBFloat16:
     case c10::kHalf:
     case c10::kInt:
-    case c10::kLong: return true;
-    default: return false;
+    case c10::kLong:
+      return true;
+    default:
+      return false;
   }
 }
 
-void reduce_on_cpu(std::span<const void* const> inputs, void* out, std::int64_t count, c10::ScalarType dtype, ReduceOp op) {
+void reduce_on_cpu(std::span<const void* const> inputs, void* out, std::int64_t count, c10::ScalarType dtype,
+                   ReduceOp op) {
   switch (dtype) {
-    case c10::kFloat: return dispatch<float>(inputs, out, count, op);
-    case c10::kDouble: return dispatch<double>(inputs, out, count, op);
-    case c10::kBFloat16: return dispatch<c10::BFloat16>(inputs, out, count, op);
-    case c10::kHalf: return dispatch<c10::Half>(inputs, out, count, op);
-    case c10::kInt: return dispatch<std::int32_t>(inputs, out, count, op);
-    case c10::kLong: return dispatch<std::int64_t>(inputs, out, count, op);
+    case c10::kFloat:
+      return dispatch<float>(inputs, out, count, op);
+    case c10::kDouble:
+      return dispatch<double>(inputs, out, count, op);
+    case c10::kBFloat16:
+      return dispatch<c10::BFloat16>(inputs, out, count, op);
+    case c10::kHalf:
+      return dispatch<c10::Half>(inputs, out, count, op);
+    case c10::kInt:
+      return dispatch<std::int32_t>(inputs, out, count, op);
+    case c10::kLong:
+      return dispatch<std::int64_t>(inputs, out, count, op);
     default:
-      detail::fail<UsageError>("cannot reduce {}: expected Float, Double, BFloat16, Half, Int or Long", c10::toString(dtype));
+      detail::fail<UsageError>("cannot reduce {}: expected Float, Double, BFloat16, Half, Int or Long",
+                               c10::toString(dtype));
   }
 }
 

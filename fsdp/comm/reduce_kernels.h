@@ -14,6 +14,7 @@ namespace fsdp {
 
 // out[i] = op over the inputs of input[i], in the order of the inputs; low precision is combined in fp32 and rounded
 // once. `out` may equal any of the inputs. Throws UsageError for dtypes that cannot be reduced.
-void reduce_on_cpu(std::span<const void* const> inputs, void* out, std::int64_t count, c10::ScalarType dtype, ReduceOp op);
+void reduce_on_cpu(std::span<const void* const> inputs, void* out, std::int64_t count, c10::ScalarType dtype,
+                   ReduceOp op);
 
 }  // namespace fsdp

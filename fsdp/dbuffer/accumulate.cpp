@@ -16,11 +16,17 @@ namespace {
 template <typename F>
 void with_type(c10::ScalarType dtype, F&& function) {
   switch (dtype) {
-    case c10::kFloat: return function(float{});
-    case c10::kDouble: return function(double{});
-    case c10::kBFloat16: return function(c10::BFloat16{});
-    case c10::kHalf: return function(c10::Half{});
-    default: detail::fail<UsageError>("gradients cannot be {}: expected Float, Double, BFloat16 or Half", c10::toString(dtype));
+    case c10::kFloat:
+      return function(float{});
+    case c10::kDouble:
+      return function(double{});
+    case c10::kBFloat16:
+      return function(c10::BFloat16{});
+    case c10::kHalf:
+      return function(c10::Half{});
+    default:
+      detail::fail<UsageError>("gradients cannot be {}: expected Float, Double, BFloat16 or Half",
+                               c10::toString(dtype));
   }
 }
 
@@ -45,9 +51,11 @@ void accumulate_typed(D* destination, const S* source, const AccumulateArguments
       for (std::int64_t i = 0; i < n; ++i) destination[i] = static_cast<D>(static_cast<W>(source[i]) / divisor);
     }
   } else if (arguments.divisor == 1) {
-    for (std::int64_t i = 0; i < n; ++i) destination[i] = static_cast<D>(static_cast<W>(destination[i]) + static_cast<W>(source[i]));
+    for (std::int64_t i = 0; i < n; ++i)
+      destination[i] = static_cast<D>(static_cast<W>(destination[i]) + static_cast<W>(source[i]));
   } else {
-    for (std::int64_t i = 0; i < n; ++i) destination[i] = static_cast<D>(static_cast<W>(destination[i]) + static_cast<W>(source[i]) / divisor);
+    for (std::int64_t i = 0; i < n; ++i)
+      destination[i] = static_cast<D>(static_cast<W>(destination[i]) + static_cast<W>(source[i]) / divisor);
   }
   for (std::int64_t mark : arguments.marks) {  // a tiny negative value may have underflowed to -0
     const std::int64_t i = mark - arguments.marks_origin;
@@ -60,7 +68,8 @@ void accumulate_typed(D* destination, const S* source, const AccumulateArguments
 void accumulate_on_cpu(const AccumulateArguments& arguments) {
   with_type(arguments.destination_dtype, [&](auto d) {
     with_type(arguments.source_dtype, [&](auto s) {
-      accumulate_typed(static_cast<decltype(d)*>(arguments.destination), static_cast<const decltype(s)*>(arguments.source), arguments);
+      accumulate_typed(static_cast<decltype(d)*>(arguments.destination),
+                       static_cast<const decltype(s)*>(arguments.source), arguments);
     });
   });
 }

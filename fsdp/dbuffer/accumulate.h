@@ -17,10 +17,11 @@ struct AccumulateArguments {
   c10::ScalarType destination_dtype = c10::kFloat;
   const void* source = nullptr;
   c10::ScalarType source_dtype = c10::kFloat;
-  std::int64_t count = 0;     // elements
-  double divisor = 1;         // destination (+)= source / divisor
+  std::int64_t count = 0;  // elements
+  double divisor = 1;      // destination (+)= source / divisor
   bool overwrite = false;
-  // Element indices whose "unused" mark must stay right: -0 in the destination only if -0 came in and nothing was there.
+  // Element indices whose "unused" mark must stay right: -0 in the destination only if -0 came in and nothing was
+  // there.
   std::span<const std::int64_t> marks = {};
   std::int64_t marks_origin = 0;  // subtracted from each
 };

@@ -6,11 +6,15 @@
 
 namespace fsdp {
 
-DBuffer::DBuffer(std::shared_ptr<const SubMesh> mesh, std::shared_ptr<const GlobalLayout> layout, PlacementList placements, c10::ScalarType dtype,
-                 const std::string& released_message)
-    : mesh_(std::move(mesh)), layout_(std::move(layout)), placements_(std::move(placements)), dtype_(dtype),
+DBuffer::DBuffer(std::shared_ptr<const SubMesh> mesh, std::shared_ptr<const GlobalLayout> layout,
+                 PlacementList placements, c10::ScalarType dtype, const std::string& released_message)
+    : mesh_(std::move(mesh)),
+      layout_(std::move(layout)),
+      placements_(std::move(placements)),
+      dtype_(dtype),
       range_(layout_->shard(placements_, mesh_->sizes(), mesh_->coordinates())),
-      storage_(std::make_shared<FlatStorage>(mesh_->mesh().runtime()->device(), size(), released_message)), origin_(range_.begin) {}
+      storage_(std::make_shared<FlatStorage>(mesh_->mesh().runtime()->device(), size(), released_message)),
+      origin_(range_.begin) {}
 
 DBuffer DBuffer::part_of(const DBuffer& whole, PlacementList placements) {
   DBuffer part = whole;

@@ -19,8 +19,8 @@ namespace fsdp {
 class DBuffer {
  public:
   // Without memory until `storage().attach` or `allocate`. Reads of it throw `released_message` until then.
-  DBuffer(std::shared_ptr<const SubMesh> mesh, std::shared_ptr<const GlobalLayout> layout, PlacementList placements, c10::ScalarType dtype,
-          const std::string& released_message);
+  DBuffer(std::shared_ptr<const SubMesh> mesh, std::shared_ptr<const GlobalLayout> layout, PlacementList placements,
+          c10::ScalarType dtype, const std::string& released_message);
 
   // A buffer over the part of `whole` that `placements` leave to this rank; shares its storage and dtype.
   static DBuffer part_of(const DBuffer& whole, PlacementList placements);
@@ -32,7 +32,9 @@ class DBuffer {
   [[nodiscard]] const PlacementList& placements() const { return placements_; }
   [[nodiscard]] c10::ScalarType dtype() const { return dtype_; }
   [[nodiscard]] ElementRange range() const { return range_; }  // of the packed coordinates
-  [[nodiscard]] Bytes size() const { return bytes_of(Elements(range_.length()), static_cast<std::int64_t>(c10::elementSize(dtype_))); }
+  [[nodiscard]] Bytes size() const {
+    return bytes_of(Elements(range_.length()), static_cast<std::int64_t>(c10::elementSize(dtype_)));
+  }
 
   [[nodiscard]] FlatStorage& storage() const { return *storage_; }
 
@@ -42,7 +44,9 @@ class DBuffer {
   [[nodiscard]] at::Tensor flat() const { return slice(range_); }
   [[nodiscard]] at::Tensor slice(ElementRange packed) const;
   [[nodiscard]] at::Tensor tensor(int index, at::IntArrayRef sizes, at::IntArrayRef strides) const;
-  [[nodiscard]] ElementRange piece(int index) const { return intersect(range_, layout_->tensors()[index]); }  // packed coordinates
+  [[nodiscard]] ElementRange piece(int index) const {
+    return intersect(range_, layout_->tensors()[index]);
+  }  // packed coordinates
 
  private:
   std::shared_ptr<const SubMesh> mesh_;

@@ -17,8 +17,9 @@ template struct Access<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 }  // namespace
 
 FlatStorage::FlatStorage(c10::Device device, Bytes size, const std::string& released_message) : size_(size) {
-  storage_ = c10::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), size.value(), c10::DataPtr(nullptr, device),
-                                                                c10::GetCPUAllocator(), /*resizable=*/false));
+  storage_ = c10::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), size.value(),
+                                                                c10::DataPtr(nullptr, device), c10::GetCPUAllocator(),
+                                                                /*resizable=*/false));
   if (device.is_meta()) return;  // nothing to read
   storage_.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(released_message);
 }
@@ -46,9 +47,11 @@ c10::DataPtr FlatStorage::detach() {
 
 void* FlatStorage::data() const { return storage_.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get(); }
 
-at::Tensor FlatStorage::view(c10::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) const {
+at::Tensor FlatStorage::view(c10::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes,
+                             at::IntArrayRef strides) const {
   const auto key = storage_.device().is_meta() ? c10::DispatchKey::Meta : c10::DispatchKey::CPU;
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage_), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(dtype));
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage_), c10::DispatchKeySet(key),
+                                                         c10::scalarTypeToTypeMeta(dtype));
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
   return tensor;
 }

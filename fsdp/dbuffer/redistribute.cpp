@@ -17,17 +17,21 @@ void gather(const DBuffer& from, const DBuffer& to, const Stream& stream, const 
     placements[step.axis] = to.placements()[step.axis];
     const ElementRange next = from.layout().shard(placements, from.mesh().sizes(), from.mesh().coordinates());
     if (step.transition == Transition::all_gather) {
-      from.mesh().communicator(step.axis, Use::gather).all_gather(source, to.address(next.begin), Elements(range.length()), from.dtype(), stream, label);
+      from.mesh()
+          .communicator(step.axis, Use::gather)
+          .all_gather(source, to.address(next.begin), Elements(range.length()), from.dtype(), stream, label);
       source = to.address(next.begin);
     } else {
-      source = static_cast<std::byte*>(source) + (source == nullptr ? 0 : (next.begin - range.begin) * static_cast<std::int64_t>(c10::elementSize(from.dtype())));
+      source =
+          static_cast<std::byte*>(source) +
+          (source == nullptr ? 0
+                             : (next.begin - range.begin) * static_cast<std::int64_t>(c10::elementSize(from.dtype())));
     }
     range = next;
   }
   if (source != to.address(range.begin)) {  // nothing was gathered: a local copy
-    stream.enqueue([source, destination = to.address(range.begin), bytes = static_cast<std::size_t>(to.size().value())] {
-      std::memcpy(destination, source, bytes);
-    });
+    stream.enqueue([source, destination = to.address(range.begin),
+                    bytes = static_cast<std::size_t>(to.size().value())] { std::memcpy(destination, source, bytes); });
   }
 }
 
@@ -43,7 +47,8 @@ ElementRange reduce_in_place(const DBuffer& buffer, const PlacementList& to, con
       FSDP_INVARIANT(step.transition == Transition::reduce_scatter);
       placements[step.axis] = Placement::flat;
       range = buffer.layout().shard(placements, buffer.mesh().sizes(), buffer.mesh().coordinates());
-      communicator.reduce_scatter(data, buffer.address(range.begin), Elements(range.length()), buffer.dtype(), stream, label);
+      communicator.reduce_scatter(data, buffer.address(range.begin), Elements(range.length()), buffer.dtype(), stream,
+                                  label);
     }
   }
   return range;

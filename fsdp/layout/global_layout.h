@@ -37,11 +37,14 @@ class GlobalLayout {
 
   [[nodiscard]] Elements padded_size() const { return Elements(padded_size_); }
   [[nodiscard]] std::int64_t shard_count() const { return shard_count_; }
-  [[nodiscard]] const std::vector<ElementRange>& tensors() const { return tensors_; }  // [tensor index], without padding
+  [[nodiscard]] const std::vector<ElementRange>& tensors() const {
+    return tensors_;
+  }  // [tensor index], without padding
 
   // The share of the packed range that a rank holds under `placements`: flat axes split it one inside the other, the
   // last axis first. `sizes` and `coordinates` are those of the mesh, [axis].
-  [[nodiscard]] ElementRange shard(const PlacementList& placements, std::span<const int> sizes, std::span<const int> coordinates) const;
+  [[nodiscard]] ElementRange shard(const PlacementList& placements, std::span<const int> sizes,
+                                   std::span<const int> coordinates) const;
 
  private:
   std::int64_t padded_size_ = 0;

@@ -9,9 +9,12 @@ namespace fsdp {
 
 const char* to_string(Placement placement) {
   switch (placement) {
-    case Placement::replicate: return "replicate";
-    case Placement::partial: return "partial";
-    case Placement::flat: return "flat";
+    case Placement::replicate:
+      return "replicate";
+    case Placement::partial:
+      return "partial";
+    case Placement::flat:
+      return "flat";
   }
   return "?";
 }
@@ -30,8 +33,9 @@ void Strategy::validate() const {
     }
   }
   const auto check_list = [&](const char* what, const PlacementList& list, Placement refused) {
-    FSDP_CHECK(list.size() == axes.size(), UsageError, "strategy \"{}\": expected {} {} placements (one per axis), got {}",
-               name, axes.size(), what, list.size());
+    FSDP_CHECK(list.size() == axes.size(), UsageError,
+               "strategy \"{}\": expected {} {} placements (one per axis), got {}", name, axes.size(), what,
+               list.size());
     for (std::size_t i = 0; i < list.size(); ++i) {
       FSDP_CHECK(list[i] != refused, UsageError, "strategy \"{}\": the {} cannot be {} on axis \"{}\"", name, what,
                  to_string(refused), axes[i]);
@@ -43,8 +47,9 @@ void Strategy::validate() const {
   for (std::size_t i = 0; i < axes.size(); ++i) {
     for (const auto& [what, list] : {std::pair{"parameter", &parameter}, std::pair{"gradient", &gradient}}) {
       FSDP_CHECK((*list)[i] != Placement::flat || optimizer[i] == Placement::flat, UsageError,
-                 "strategy \"{}\": the {} is flat on axis \"{}\" where the optimizer is {}; what is flat for the {} must be flat for the optimizer", name, what,
-                 axes[i], to_string(optimizer[i]), what);
+                 "strategy \"{}\": the {} is flat on axis \"{}\" where the optimizer is {}; what is flat for the {} "
+                 "must be flat for the optimizer",
+                 name, what, axes[i], to_string(optimizer[i]), what);
     }
   }
   // Each of these throws when the data cannot take the step: gradients into the optimizer's placement, main weights
@@ -57,9 +62,11 @@ void Strategy::validate() const {
 
 namespace {
 
-Strategy uniform(std::string name, std::vector<std::string> axes, Placement parameter, Placement gradient, Placement optimizer) {
+Strategy uniform(std::string name, std::vector<std::string> axes, Placement parameter, Placement gradient,
+                 Placement optimizer) {
   const auto n = axes.size();
-  return {std::move(name), std::move(axes), PlacementList(n, parameter), PlacementList(n, gradient), PlacementList(n, optimizer)};
+  return {std::move(name), std::move(axes), PlacementList(n, parameter), PlacementList(n, gradient),
+          PlacementList(n, optimizer)};
 }
 
 }  // namespace

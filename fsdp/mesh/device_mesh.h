@@ -39,7 +39,9 @@ class DeviceMesh {
   [[nodiscard]] int axis_count() const { return static_cast<int>(state_->axes.size()); }
   [[nodiscard]] const MeshAxis& axis(int index) const { return state_->axes[index]; }
   [[nodiscard]] int axis_index(const std::string& name) const;  // throws UsageError listing the names there are
-  [[nodiscard]] int coordinate(int axis) const { return static_cast<int>(communicator(axis, Use::gather).rank().value()); }
+  [[nodiscard]] int coordinate(int axis) const {
+    return static_cast<int>(communicator(axis, Use::gather).rank().value());
+  }
   [[nodiscard]] const Communicator& communicator(int axis, Use use) const {
     const auto& pair = state_->communicators[axis];
     return use == Use::gather ? pair.gather : pair.reduce;

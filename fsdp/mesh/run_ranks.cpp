@@ -27,7 +27,8 @@ class GroupRegistry {
     Entry& entry = groups_[key];
     auto group = entry.group.lock();
     if (!group) {
-      group = std::make_shared<ThreadsGroup>(key.substr(0, key.find('/')), std::vector<int>(ranks.begin(), ranks.end()), deadline_);
+      group = std::make_shared<ThreadsGroup>(key.substr(0, key.find('/')), std::vector<int>(ranks.begin(), ranks.end()),
+                                             deadline_);
       entry = {group, group, 0};
       if (!failure_.empty()) group->abort(failure_);
     }
@@ -59,7 +60,8 @@ class GroupRegistry {
 }  // namespace
 
 void run_ranks(int size, const std::function<void(World)>& rank_main, const WorldOptions& options) {
-  FSDP_CHECK(size >= 1 && size <= kMaximumRanks, UsageError, "expected 1 to {} in-process ranks, got {}", kMaximumRanks, size);
+  FSDP_CHECK(size >= 1 && size <= kMaximumRanks, UsageError, "expected 1 to {} in-process ranks, got {}", kMaximumRanks,
+             size);
   auto registry = std::make_shared<GroupRegistry>(options.deadline);
   const int threads_per_rank = std::max(1, at::get_num_threads() / size);
   std::mutex mutex;

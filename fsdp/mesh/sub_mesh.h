@@ -17,7 +17,9 @@ class SubMesh {
   [[nodiscard]] const std::vector<int>& sizes() const { return sizes_; }              // [axis of the strategy]
   [[nodiscard]] const std::vector<int>& coordinates() const { return coordinates_; }  // [axis of the strategy]
   [[nodiscard]] int rank_count() const;                                               // product of the sizes
-  [[nodiscard]] const Communicator& communicator(int axis, Use use) const { return mesh_.communicator(axes_[axis], use); }
+  [[nodiscard]] const Communicator& communicator(int axis, Use use) const {
+    return mesh_.communicator(axes_[axis], use);
+  }
 
  private:
   DeviceMesh mesh_;

@@ -18,7 +18,9 @@ World World::single() {
   backend->name = "single";
   backend->runtime = make_cpu_runtime();
   backend->create_group = [](std::span<const int> ranks, int group_rank, const std::string& key) {
-    return ThreadsGroup::join(std::make_shared<ThreadsGroup>(key, std::vector<int>(ranks.begin(), ranks.end()), std::chrono::minutes(10)), group_rank);
+    return ThreadsGroup::join(
+        std::make_shared<ThreadsGroup>(key, std::vector<int>(ranks.begin(), ranks.end()), std::chrono::minutes(10)),
+        group_rank);
   };
   return World(std::move(backend));
 }
@@ -34,10 +36,12 @@ World World::from_environment() {
     const auto rank = env::integer(launcher.rank);
     const auto size = env::integer(launcher.size);
     if (!rank || !size) continue;
-    FSDP_CHECK(*size >= 1 && *rank >= 0 && *rank < *size, UsageError, "{} set {}={} and {}={}; expected a rank below the size", launcher.name,
-               launcher.rank, *rank, launcher.size, *size);
+    FSDP_CHECK(*size >= 1 && *rank >= 0 && *rank < *size, UsageError,
+               "{} set {}={} and {}={}; expected a rank below the size", launcher.name, launcher.rank, *rank,
+               launcher.size, *size);
     FSDP_CHECK(*size == 1, UsageError,
-               "{} started {} processes ({}), but this build of libfsdp joins ranks of one process only; start one process and use its in-process ranks",
+               "{} started {} processes ({}), but this build of libfsdp joins ranks of one process only; start one "
+               "process and use its in-process ranks",
                launcher.name, *size, launcher.size);
   }
   return single();
@@ -64,7 +68,8 @@ Communicator World::create_communicator(std::span<const int> ranks, const std::s
   // The members make their common groups in the same order, whatever groups each makes with others.
   const int count = backend_->groups_created[{ranks.begin(), ranks.end()}]++;
   const std::string key = fmt::format("{}/{}/{}", name, fmt::join(ranks, ","), count);
-  return Communicator(backend_->create_group(ranks, group_rank, key), backend_->runtime, Rank(group_rank), static_cast<int>(ranks.size()), name);
+  return Communicator(backend_->create_group(ranks, group_rank, key), backend_->runtime, Rank(group_rank),
+                      static_cast<int>(ranks.size()), name);
 }
 
 void World::abort(const std::string& reason) const {

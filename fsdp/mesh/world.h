@@ -50,7 +50,9 @@ class World {
     int size = 1;
     std::shared_ptr<Runtime> runtime;
     // -> backend of this rank in a group of `ranks`. `key` is equal on all its ranks and unique to the group.
-    std::function<std::shared_ptr<CommunicatorBackend>(std::span<const int> ranks, int group_rank, const std::string& key)> create_group;
+    std::function<std::shared_ptr<CommunicatorBackend>(std::span<const int> ranks, int group_rank,
+                                                       const std::string& key)>
+        create_group;
     // Makes every group of the job fail with this reason.
     std::function<void(const std::string& reason)> abort;
     std::map<std::vector<int>, int> groups_created;  // by members

@@ -21,8 +21,12 @@ template <typename Impl, typename Method, typename... Args>
 decltype(auto) call_method(Impl& impl, Method method, Args&&... args) {
   FsdpModule* unit = find_unit(impl);
   if (unit == nullptr) return std::invoke(method, impl, std::forward<Args>(args)...);
-  return run_with_hooks(*unit, [&](auto&&... cast) -> decltype(auto) { return std::invoke(method, impl, std::forward<decltype(cast)>(cast)...); },
-                        std::forward<Args>(args)...);
+  return run_with_hooks(
+      *unit,
+      [&](auto&&... cast) -> decltype(auto) {
+        return std::invoke(method, impl, std::forward<decltype(cast)>(cast)...);
+      },
+      std::forward<Args>(args)...);
 }
 
 }  // namespace detail
@@ -33,7 +37,7 @@ decltype(auto) call(const std::shared_ptr<M>& module, Method method, Args&&... a
 }
 
 template <typename Holder, typename Method, typename... Args>
-  requires requires(const Holder& holder) { typename Holder::ContainedType; }
+requires requires(const Holder& holder) { typename Holder::ContainedType; }
 decltype(auto) call(const Holder& module, Method method, Args&&... args) {
   return detail::call_method(*module.ptr(), method, std::forward<Args>(args)...);
 }

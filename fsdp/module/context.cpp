@@ -29,7 +29,8 @@ Found find_parameter(const std::vector<std::shared_ptr<FsdpModule>>& units, cons
       }
     }
   }
-  detail::fail<UsageError>("the context has no parameter \"{}\" (names are module paths from the root, such as \"layers.0.weight\")", name);
+  detail::fail<UsageError>(
+      "the context has no parameter \"{}\" (names are module paths from the root, such as \"layers.0.weight\")", name);
 }
 
 }  // namespace
@@ -38,10 +39,13 @@ FsdpContext::FsdpContext(std::unique_ptr<Scheduler> scheduler) : scheduler_(std:
 FsdpContext::~FsdpContext() = default;
 
 std::shared_ptr<FsdpContext> FsdpContext::create(DeviceMesh mesh, ContextOptions options) {
-  return std::shared_ptr<FsdpContext>(new FsdpContext(std::make_unique<Scheduler>(std::move(mesh), std::move(options))));
+  return std::shared_ptr<FsdpContext>(
+      new FsdpContext(std::make_unique<Scheduler>(std::move(mesh), std::move(options))));
 }
 
-FsdpModule& FsdpContext::fully_shard(const ModuleRef& module, const UnitOptions& options) { return scheduler_->add_unit({module.ptr()}, options); }
+FsdpModule& FsdpContext::fully_shard(const ModuleRef& module, const UnitOptions& options) {
+  return scheduler_->add_unit({module.ptr()}, options);
+}
 
 FsdpModule& FsdpContext::fully_shard(const std::vector<ModuleRef>& modules, const UnitOptions& options) {
   std::vector<std::shared_ptr<torch::nn::Module>> pointers;
@@ -93,7 +97,9 @@ FsdpContext::MicrobatchScope::MicrobatchScope(Scheduler& scheduler, const Microb
   scheduler_.microbatch() = options;
 }
 FsdpContext::MicrobatchScope::~MicrobatchScope() { scheduler_.microbatch() = previous_; }
-FsdpContext::MicrobatchScope FsdpContext::microbatch(const MicrobatchOptions& options) { return {*scheduler_, options}; }
+FsdpContext::MicrobatchScope FsdpContext::microbatch(const MicrobatchOptions& options) {
+  return {*scheduler_, options};
+}
 
 void FsdpContext::finish_grad_sync() { scheduler_->finish_grad_sync(); }
 void FsdpContext::reset() { scheduler_->reset(); }

@@ -38,12 +38,12 @@ struct MaterializeOptions {
 
 // Counters since the context was made.
 struct ContextCounters {
-  std::int64_t unshards = 0;              // units gathered or refreshed
-  std::int64_t prefetched = 0;            // of them, before they were needed
-  std::int64_t reductions = 0;            // units reduced
-  std::int64_t order_mismatches = 0;      // of Prefetch::recorded
+  std::int64_t unshards = 0;          // units gathered or refreshed
+  std::int64_t prefetched = 0;        // of them, before they were needed
+  std::int64_t reductions = 0;        // units reduced
+  std::int64_t order_mismatches = 0;  // of Prefetch::recorded
   int peak_gathered_units = 0;
-  int peak_reduce_slots = 0;              // at most 2
+  int peak_reduce_slots = 0;  // at most 2
 };
 
 class FsdpContext {

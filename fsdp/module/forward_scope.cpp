@@ -17,7 +17,8 @@ namespace {
 // Runs before the node that made an output: the unit's backward begins. Graphs outlive contexts, so no ownership.
 class PreBackwardHook final : public torch::autograd::FunctionPreHook {
  public:
-  explicit PreBackwardHook(std::weak_ptr<FsdpModule> unit, Scheduler& scheduler) : unit_(std::move(unit)), scheduler_(scheduler) {}
+  explicit PreBackwardHook(std::weak_ptr<FsdpModule> unit, Scheduler& scheduler)
+      : unit_(std::move(unit)), scheduler_(scheduler) {}
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
     if (auto unit = unit_.lock()) scheduler_.pre_backward(*unit);
     return gradients;
@@ -35,9 +36,7 @@ FsdpModule* find_unit(const torch::nn::Module& module) {
   return target == nullptr ? nullptr : target->unit();
 }
 
-ForwardScope::ForwardScope(FsdpModule& unit) : unit_(unit) {
-  unit_.scheduler_.pre_forward(unit_);
-}
+ForwardScope::ForwardScope(FsdpModule& unit) : unit_(unit) { unit_.scheduler_.pre_forward(unit_); }
 
 void ForwardScope::start() {
   unit_.scheduler_.start_forward(unit_);

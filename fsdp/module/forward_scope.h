@@ -16,8 +16,8 @@ namespace trace {
 struct Span;
 }
 
-// RAII: leaving without `finish` (an exception) undoes what the constructor did, as far as it can be undone; the context
-// then needs reset().
+// RAII: leaving without `finish` (an exception) undoes what the constructor did, as far as it can be undone; the
+// context then needs reset().
 class ForwardScope {
  public:
   explicit ForwardScope(FsdpModule& unit);
@@ -42,7 +42,8 @@ class ForwardScope {
 
 namespace detail {
 
-// An argument as forward gets it: tensors by value or const reference are replaced by a cast copy, the rest is passed on.
+// An argument as forward gets it: tensors by value or const reference are replaced by a cast copy, the rest is passed
+// on.
 template <typename Arg>
 decltype(auto) cast_argument(ForwardScope& scope, Arg&& arg) {
   constexpr bool is_tensor = std::is_same_v<std::remove_cvref_t<Arg>, at::Tensor>;
@@ -62,16 +63,19 @@ decltype(auto) cast_argument(ForwardScope& scope, Arg&& arg) {
 template <typename Function, typename... Args>
 auto run_with_hooks(FsdpModule& unit, Function&& function, Args&&... args) {
   ForwardScope scope(unit);
-  std::tuple<decltype(detail::cast_argument(scope, std::forward<Args>(args)))...> cast{detail::cast_argument(scope, std::forward<Args>(args))...};
+  std::tuple<decltype(detail::cast_argument(scope, std::forward<Args>(args)))...> cast{
+      detail::cast_argument(scope, std::forward<Args>(args))...};
   scope.start();
   return std::apply(
       [&](auto&... value) {
-        using Result = decltype(function(std::forward<decltype(detail::cast_argument(scope, std::forward<Args>(args)))>(value)...));
+        using Result = decltype(function(
+            std::forward<decltype(detail::cast_argument(scope, std::forward<Args>(args)))>(value)...));
         if constexpr (std::is_void_v<Result>) {
           function(std::forward<decltype(detail::cast_argument(scope, std::forward<Args>(args)))>(value)...);
           scope.finish();
         } else {
-          Result result = function(std::forward<decltype(detail::cast_argument(scope, std::forward<Args>(args)))>(value)...);
+          Result result =
+              function(std::forward<decltype(detail::cast_argument(scope, std::forward<Args>(args)))>(value)...);
           visit_tensors(result, [&](const at::Tensor& tensor) { scope.watch_output(tensor); });
           scope.finish();
           return result;

@@ -7,7 +7,8 @@
 
 namespace fsdp {
 
-FsdpModule::FsdpModule(Scheduler& scheduler, int index, std::vector<std::shared_ptr<torch::nn::Module>> modules, UnitOptions options)
+FsdpModule::FsdpModule(Scheduler& scheduler, int index, std::vector<std::shared_ptr<torch::nn::Module>> modules,
+                       UnitOptions options)
     : scheduler_(scheduler), index_(index), modules_(std::move(modules)), options_(std::move(options)) {
   set_name(fmt::format("unit {}", index));  // until the context is finalized
   if (!options_.register_hooks) return;
@@ -16,13 +17,19 @@ FsdpModule::FsdpModule(Scheduler& scheduler, int index, std::vector<std::shared_
 
 FsdpModule::~FsdpModule() {
   for (auto& module : modules_) {
-    if (auto* target = dynamic_cast<HookTarget*>(module.get()); target != nullptr && target->unit() == this) target->set_unit(nullptr);
+    if (auto* target = dynamic_cast<HookTarget*>(module.get()); target != nullptr && target->unit() == this)
+      target->set_unit(nullptr);
   }
 }
 
 void FsdpModule::set_name(const std::string& name) {
   const auto label = [&](const char* operation) { return intern(fmt::format("FSDP:{}:{}", name, operation)); };
-  names_ = {name, label("forward_compute"), label("backward_compute"), label("unshard"), label("reshard"), label("reduce_gradients")};
+  names_ = {name,
+            label("forward_compute"),
+            label("backward_compute"),
+            label("unshard"),
+            label("reshard"),
+            label("reduce_gradients")};
 }
 
 void FsdpModule::unshard(std::optional<Phase> prefetch) { scheduler_.unshard(*this, prefetch); }
@@ -31,8 +38,12 @@ void FsdpModule::reduce_gradients() { scheduler_.reduce(*this); }
 Bytes FsdpModule::inline_limit() const { return scheduler_.options().inline_limit; }
 Stream FsdpModule::compute_stream() const { return scheduler_.compute_stream(); }
 
-void FsdpModule::set_forward_prefetch(const std::vector<FsdpModule*>& units) { scheduler_.set_prefetch_list(Phase::forward, *this, units); }
-void FsdpModule::set_backward_prefetch(const std::vector<FsdpModule*>& units) { scheduler_.set_prefetch_list(Phase::backward, *this, units); }
+void FsdpModule::set_forward_prefetch(const std::vector<FsdpModule*>& units) {
+  scheduler_.set_prefetch_list(Phase::forward, *this, units);
+}
+void FsdpModule::set_backward_prefetch(const std::vector<FsdpModule*>& units) {
+  scheduler_.set_prefetch_list(Phase::backward, *this, units);
+}
 
 void FsdpModule::pin() {
   unshard();
@@ -47,14 +58,17 @@ void FsdpModule::open_window() {
   if (window_ == Window::open) return;
   if (window_ == Window::queued) scheduler_.launch_queued(*this);
   FSDP_CHECK(window_ == Window::closed, UsageError,
-             "a gradient of unit \"{}\" arrived, but its previous gradients were not reduced: call reduce_gradients() in its post-backward hook", name());
+             "a gradient of unit \"{}\" arrived, but its previous gradients were not reduced: call reduce_gradients() "
+             "in its post-backward hook",
+             name());
   scheduler_.ensure_backward_started(*this);
   window_ = Window::open;
   pending_ = trainable_count_;
   last_microbatch_ = scheduler_.microbatch().is_last;
   bool needs_slot = false;
   for (auto& group : groups_) {
-    if (group->trainable()) needs_slot |= group->open_window(last_microbatch_, scheduler_.reduce_policy(), scheduler_.accumulation_pool());
+    if (group->trainable())
+      needs_slot |= group->open_window(last_microbatch_, scheduler_.reduce_policy(), scheduler_.accumulation_pool());
   }
   if (!needs_slot) return;
   scheduler_.take_slot(*this);

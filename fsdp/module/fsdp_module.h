@@ -26,16 +26,19 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
  public:
   using PostBackwardHook = std::function<void(FsdpModule&)>;
 
-  FsdpModule(Scheduler& scheduler, int index, std::vector<std::shared_ptr<torch::nn::Module>> modules, UnitOptions options);
+  FsdpModule(Scheduler& scheduler, int index, std::vector<std::shared_ptr<torch::nn::Module>> modules,
+             UnitOptions options);
   ~FsdpModule();
   FsdpModule(const FsdpModule&) = delete;
   FsdpModule& operator=(const FsdpModule&) = delete;
 
-  [[nodiscard]] const std::string& name() const { return names_.unit; }  // module path from its root; "<root>" for a root
+  [[nodiscard]] const std::string& name() const {
+    return names_.unit;
+  }  // module path from its root; "<root>" for a root
   [[nodiscard]] int index() const { return index_; }
   [[nodiscard]] const UnitOptions& options() const { return options_; }
   [[nodiscard]] const std::vector<std::unique_ptr<FsdpParameterGroup>>& groups() const { return groups_; }
-  [[nodiscard]] bool gathered() const { return gathered_; }  // or on its way
+  [[nodiscard]] bool gathered() const { return gathered_; }               // or on its way
   [[nodiscard]] Bytes gathered_bytes() const { return gathered_bytes_; }  // while gathered, beyond what rests
 
   // Gathers the weights unless they are gathered or on their way; in every case the current stream waits for this
@@ -97,20 +100,20 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
   // Weights.
   bool gathered_ = false;  // or on their way: `gathered_event_` says when
   Event gathered_event_;
-  std::int64_t epoch_ = -1;   // of the weights that are gathered
-  bool kept_ = false;         // counted in the keep budget
-  int pins_ = 0;              // scopes that read the weights: no release meanwhile
+  std::int64_t epoch_ = -1;      // of the weights that are gathered
+  bool kept_ = false;            // counted in the keep budget
+  int pins_ = 0;                 // scopes that read the weights: no release meanwhile
   bool release_queued_ = false;  // a delayed release; `read_event_` is where its readers ended
   Event read_event_;
-  int forwards_left_ = 0;     // modules of the unit whose forward is still to come
+  int forwards_left_ = 0;  // modules of the unit whose forward is still to come
 
   // Gradients of the current backward window.
   enum class Window : std::uint8_t { closed, open, complete, queued };  // queued: a delayed reduction
   Window window_ = Window::closed;
-  int pending_ = 0;           // trainable parameters whose gradient has not arrived
+  int pending_ = 0;  // trainable parameters whose gradient has not arrived
   bool last_microbatch_ = true;
   int slot_ = -1;
-  Event packed_event_;        // where packing of the gradients ends on the compute stream
+  Event packed_event_;                // where packing of the gradients ends on the compute stream
   bool in_backward_ = false;          // its backward began
   bool reduced_in_backward_ = false;  // and ended, in this graph
   trace::Span* backward_span_ = nullptr;

@@ -16,7 +16,8 @@ GradAccumulator::GradAccumulator(FsdpParameterGroup& group, int index, at::Tenso
 }
 
 torch::autograd::variable_list GradAccumulator::apply(torch::autograd::variable_list&& gradients) {
-  FSDP_CHECK(group_ != nullptr, UsageError, "backward reached a parameter whose FsdpContext was destroyed: keep the context until its last backward");
+  FSDP_CHECK(group_ != nullptr, UsageError,
+             "backward reached a parameter whose FsdpContext was destroyed: keep the context until its last backward");
   group_->unit().open_window();
   group_->receive(index_, gradients[0]);
   gradients[0].reset();  // its memory is free before the next node runs

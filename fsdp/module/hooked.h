@@ -24,17 +24,17 @@ namespace detail {
 template <typename Impl, typename Method>
 class HookedForward;
 
-#define FSDP_HOOKED_FORWARD(CONST)                                                                                   \
-  template <typename Impl, typename Result, typename Owner, typename... Args>                                      \
-  class HookedForward<Impl, Result (Owner::*)(Args...) CONST> : public Impl, public HookTarget {                   \
-   public:                                                                                                          \
-    using Impl::Impl;                                                                                               \
-    Result forward(Args... args) {                                                                                  \
-      if (unit() == nullptr) return Impl::forward(std::forward<Args>(args)...);                                     \
-      return run_with_hooks(                                                                                        \
+#define FSDP_HOOKED_FORWARD(CONST)                                                                                    \
+  template <typename Impl, typename Result, typename Owner, typename... Args>                                         \
+  class HookedForward<Impl, Result (Owner::*)(Args...) CONST> : public Impl, public HookTarget {                      \
+   public:                                                                                                            \
+    using Impl::Impl;                                                                                                 \
+    Result forward(Args... args) {                                                                                    \
+      if (unit() == nullptr) return Impl::forward(std::forward<Args>(args)...);                                       \
+      return run_with_hooks(                                                                                          \
           *unit(), [this](auto&&... cast) -> Result { return Impl::forward(std::forward<decltype(cast)>(cast)...); }, \
-          std::forward<Args>(args)...);                                                                             \
-    }                                                                                                               \
+          std::forward<Args>(args)...);                                                                               \
+    }                                                                                                                 \
   };
 FSDP_HOOKED_FORWARD()
 FSDP_HOOKED_FORWARD(const)
@@ -51,11 +51,11 @@ class Hooked : public detail::HookedForward<Impl, decltype(&Impl::forward)> {
 
 }  // namespace fsdp
 
-#define FSDP_MODULE_IMPL(Name, ImplType)                                                    \
-  class Name : public torch::nn::ModuleHolder<::fsdp::Hooked<ImplType>> {                   \
-   public:                                                                                  \
-    using torch::nn::ModuleHolder<::fsdp::Hooked<ImplType>>::ModuleHolder;                  \
-    using Impl [[maybe_unused]] = ::fsdp::Hooked<ImplType>;                                 \
+#define FSDP_MODULE_IMPL(Name, ImplType)                                   \
+  class Name : public torch::nn::ModuleHolder<::fsdp::Hooked<ImplType>> {  \
+   public:                                                                 \
+    using torch::nn::ModuleHolder<::fsdp::Hooked<ImplType>>::ModuleHolder; \
+    using Impl [[maybe_unused]] = ::fsdp::Hooked<ImplType>;                \
   }
 
 #define FSDP_MODULE(Name) FSDP_MODULE_IMPL(Name, Name##Impl)

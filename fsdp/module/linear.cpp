@@ -26,7 +26,8 @@ using torch::autograd::variable_list;
 // arrived even when the value was written in place and nothing travels along the edge.
 class LinearBackward final : public torch::autograd::Node {
  public:
-  LinearBackward(const at::Tensor& x, const at::Tensor& weight) : x_(x, false), weight_(weight, false), columns_(weight.size(1)), rows_(weight.size(0)) {}
+  LinearBackward(const at::Tensor& x, const at::Tensor& weight)
+      : x_(x, false), weight_(weight, false), columns_(weight.size(1)), rows_(weight.size(0)) {}
 
   [[nodiscard]] std::string name() const override { return "fsdp::LinearBackward"; }
 
@@ -85,7 +86,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   torch::autograd::edge_list edges;
   edges.push_back(x.requires_grad() ? torch::autograd::impl::gradient_edge(x) : torch::autograd::Edge());
   edges.push_back(torch::autograd::impl::gradient_edge(weight));
-  if (bias.defined()) edges.push_back(bias.requires_grad() ? torch::autograd::impl::gradient_edge(bias) : torch::autograd::Edge());
+  if (bias.defined())
+    edges.push_back(bias.requires_grad() ? torch::autograd::impl::gradient_edge(bias) : torch::autograd::Edge());
   node->set_next_edges(std::move(edges));
   torch::autograd::set_history(y, node);
   return y;
@@ -93,7 +95,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
 
 namespace nn {
 
-LinearImpl::LinearImpl(const torch::nn::LinearImpl& other) : torch::nn::LinearImpl(torch::nn::LinearOptions(1, 1).bias(other.bias.defined())) {
+LinearImpl::LinearImpl(const torch::nn::LinearImpl& other)
+    : torch::nn::LinearImpl(torch::nn::LinearOptions(1, 1).bias(other.bias.defined())) {
   options = other.options;
   weight = parameters_["weight"] = other.weight;
   if (other.bias.defined()) bias = parameters_["bias"] = other.bias;

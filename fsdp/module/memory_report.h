@@ -17,7 +17,9 @@ struct MemoryReport {
   Bytes gathered, gathered_peak, gathered_reserved;  // whole weights: now, most at once, kept for reuse
   Bytes reduce_slots, reduce_slots_peak, reduce_slots_reserved;
 
-  [[nodiscard]] Bytes total() const { return main_weights + model_weights + main_gradients + accumulated + gathered_reserved + reduce_slots_reserved; }
+  [[nodiscard]] Bytes total() const {
+    return main_weights + model_weights + main_gradients + accumulated + gathered_reserved + reduce_slots_reserved;
+  }
 };
 
 [[nodiscard]] std::string to_string(const MemoryReport& report);

@@ -11,11 +11,14 @@ namespace fsdp {
 class ModuleRef {
  public:
   template <typename M>
-    requires std::is_base_of_v<torch::nn::Module, M>
-  ModuleRef(std::shared_ptr<M> module) : module_(std::move(module)) {}  // NOLINT(google-explicit-constructor)
+  requires std::is_base_of_v<torch::nn::Module, M> ModuleRef(std::shared_ptr<M> module)
+      : module_(std::move(module)) {}  // NOLINT(google-explicit-constructor)
 
   template <typename Holder>
-    requires requires(const Holder& holder) { holder.ptr(); typename Holder::ContainedType; }
+  requires requires(const Holder& holder) {
+    holder.ptr();
+    typename Holder::ContainedType;
+  }
   ModuleRef(const Holder& holder) : module_(holder.ptr()) {}  // NOLINT(google-explicit-constructor)
 
   [[nodiscard]] const std::shared_ptr<torch::nn::Module>& ptr() const { return module_; }

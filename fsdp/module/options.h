@@ -35,8 +35,8 @@ enum class Reshard : std::uint8_t {
 struct UnitOptions {
   Strategy placements = zero3("dp");
   MixedPrecisionPolicy mixed_precision = {};
-  // The one divisor of a gradient's whole sum. Default: the number of ranks over whose data the sum runs (the product of
-  // the strategy's axes). 1 switches averaging off.
+  // The one divisor of a gradient's whole sum. Default: the number of ranks over whose data the sum runs (the product
+  // of the strategy's axes). 1 switches averaging off.
   std::optional<double> gradient_divisor = {};
   Reshard reshard = Reshard::automatic;
   // false: caller-driven. No forward or backward hooks; the caller unshards, reshards and reduces (FsdpModule).
@@ -48,13 +48,15 @@ struct UnitOptions {
 struct Prefetch {
   enum class Kind : std::uint8_t { none, depth, lists, recorded, delayed_release };
   Kind kind = Kind::depth;
-  int amount = 1;               // depth and recorded: units ahead; delayed_release: releases held back
+  int amount = 1;                    // depth and recorded: units ahead; delayed_release: releases held back
   std::optional<Bytes> budget = {};  // gathered bytes beyond which nothing is prefetched
 
   static Prefetch none() { return {Kind::none, 0}; }
   static Prefetch depth(int units) { return {Kind::depth, units}; }  // along the static orders
   static Prefetch lists() { return {Kind::lists, 0}; }               // FsdpModule::set_forward_prefetch and _backward_
-  static Prefetch recorded(int units = 1) { return {Kind::recorded, units}; }  // along the last iteration with equal input shapes
+  static Prefetch recorded(int units = 1) {
+    return {Kind::recorded, units};
+  }  // along the last iteration with equal input shapes
   // No order needed: a release waits until so many later gathers were issued (the host must run ahead of the device).
   static Prefetch delayed_release(int target_length = 1) { return {Kind::delayed_release, target_length}; }
 };

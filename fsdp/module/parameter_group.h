@@ -27,10 +27,10 @@ class FsdpModule;
 class GradAccumulator;
 
 struct ParameterInfo {
-  std::string name;              // path from the unit's module until names are set, then from the root
-  int module_index = 0;          // which of the unit's modules
-  at::Tensor parameter;          // the module's own tensor, for life
-  at::Tensor leaf;               // this rank's share of the main weight
+  std::string name;      // path from the unit's module until names are set, then from the root
+  int module_index = 0;  // which of the unit's modules
+  at::Tensor parameter;  // the module's own tensor, for life
+  at::Tensor leaf;       // this rank's share of the main weight
   std::vector<std::int64_t> sizes, strides;
 };
 
@@ -43,8 +43,8 @@ class FsdpParameterGroup {
 
   // Takes over the parameters: packs their values into shards and makes them views of released storage. `synchronize`:
   // all ranks take rank 0's values. Parameters on the meta device wait for `materialize`.
-  FsdpParameterGroup(FsdpModule& unit, std::shared_ptr<const SubMesh> mesh, std::vector<ParameterInfo> parameters, const Dtypes& dtypes, bool trainable,
-                     bool synchronize);
+  FsdpParameterGroup(FsdpModule& unit, std::shared_ptr<const SubMesh> mesh, std::vector<ParameterInfo> parameters,
+                     const Dtypes& dtypes, bool trainable, bool synchronize);
   ~FsdpParameterGroup();
 
   [[nodiscard]] const std::vector<ParameterInfo>& parameters() const { return parameters_; }
@@ -59,7 +59,8 @@ class FsdpParameterGroup {
   [[nodiscard]] FsdpModule& unit() const { return unit_; }
 
   // Weights. Both enqueue on `stream`; the whole weight's memory comes from `pool`, used on that stream only.
-  void refresh(std::int64_t epoch, const Stream& stream, const char* label);  // model weight from main weight, once an epoch
+  void refresh(std::int64_t epoch, const Stream& stream,
+               const char* label);  // model weight from main weight, once an epoch
   void gather_whole(BufferPool& pool, const Stream& stream, const char* label);
   void release_whole(BufferPool& pool);
   [[nodiscard]] bool releasable() const { return releasable_; }
@@ -79,12 +80,14 @@ class FsdpParameterGroup {
   // Enqueues the reduction of a closed window on `stream`. Ends in the leaves' `.grad` or in `accumulated`.
   void reduce(const Stream& stream, BufferPool& slots, BufferPool& accumulations, const char* label);
   // The slot's memory, once its reduction was enqueued; empty when the window used none.
-  [[nodiscard]] c10::DataPtr take_slot_memory() { return slot_.storage().attached() ? slot_.storage().detach() : c10::DataPtr(); }
+  [[nodiscard]] c10::DataPtr take_slot_memory() {
+    return slot_.storage().attached() ? slot_.storage().detach() : c10::DataPtr();
+  }
   [[nodiscard]] bool has_accumulated() const { return has_accumulated_; }
   // Leaves whose parameter no rank used lose their `.grad`. The current stream has waited for the reductions.
   void drop_unused_gradients();
-  // Part of the main gradient, padding included; undefined while there is none. The leaves' `.grad` are read, so a tensor
-  // that the user put in their place counts.
+  // Part of the main gradient, padding included; undefined while there is none. The leaves' `.grad` are read, so a
+  // tensor that the user put in their place counts.
   [[nodiscard]] at::Tensor gradient_slice(ElementRange packed);
   // The gradients that exist, as few tensors as possible: the whole shard when all do.
   [[nodiscard]] std::vector<at::Tensor> defined_gradients();
@@ -125,14 +128,17 @@ class FsdpParameterGroup {
   void ensure_accumulated(BufferPool& accumulations);
   void free_accumulated(BufferPool& accumulations);
   [[nodiscard]] DBuffer& destination() { return direct_ ? *accumulated_ : slot_; }
-  [[nodiscard]] at::Tensor& destination_view(int index) { return direct_ ? accumulated_views_[index] : slot_views_[index]; }
+  [[nodiscard]] at::Tensor& destination_view(int index) {
+    return direct_ ? accumulated_views_[index] : slot_views_[index];
+  }
   void clear_padding(const DBuffer& buffer) const;
   void ensure_main_gradient(bool fresh);
   void adopt_gradients();
   bool prepare_main_gradient();
   [[nodiscard]] bool gradient_views_unshared() const;
   [[nodiscard]] bool any_gradient_defined() const;
-  void enqueue_accumulate(const DBuffer& to, const DBuffer& from, ElementRange range, double divisor, bool overwrite, const Stream& stream) const;
+  void enqueue_accumulate(const DBuffer& to, const DBuffer& from, ElementRange range, double divisor, bool overwrite,
+                          const Stream& stream) const;
 
   FsdpModule& unit_;
   std::shared_ptr<const SubMesh> mesh_;
@@ -143,7 +149,7 @@ class FsdpParameterGroup {
   bool releasable_ = false;
   bool refresh_needed_ = false;  // main and model weight are not the same memory
   double divisor_ = 1;
-  std::int64_t epoch_ = -1;      // of the model weight
+  std::int64_t epoch_ = -1;  // of the model weight
   PlacementList replicated_;
   // Of gradients before any reduction, between microbatches, and in the end. Replicate on an axis of one rank, where
   // there is nothing to sum or to put off.
@@ -160,12 +166,12 @@ class FsdpParameterGroup {
 
   // Window.
   bool is_last_ = true;
-  bool direct_ = false;                    // gradients go to `accumulated`, which holds all of them
-  std::unique_ptr<DBuffer> accumulated_;   // without memory while nothing is put off
+  bool direct_ = false;                        // gradients go to `accumulated`, which holds all of them
+  std::unique_ptr<DBuffer> accumulated_;       // without memory while nothing is put off
   std::vector<at::Tensor> accumulated_views_;  // [parameter], when it holds all of them
   PlacementList accumulated_placements_;
   bool has_accumulated_ = false;
-  std::vector<std::uint8_t> arrived_, written_;  // [parameter]
+  std::vector<std::uint8_t> arrived_, written_;                 // [parameter]
   std::vector<std::shared_ptr<GradAccumulator>> accumulators_;  // [parameter]
 };
 

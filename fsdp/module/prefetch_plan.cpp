@@ -4,7 +4,8 @@
 
 namespace fsdp {
 
-PrefetchTable::PrefetchTable(std::span<const int> forward, std::span<const int> backward, const std::vector<bool>& owns_weights, int depth) {
+PrefetchTable::PrefetchTable(std::span<const int> forward, std::span<const int> backward,
+                             const std::vector<bool>& owns_weights, int depth) {
   for (Phase phase : {Phase::forward, Phase::backward}) {
     const auto order = phase == Phase::forward ? forward : backward;
     auto& table = tables_[static_cast<int>(phase)];

@@ -15,11 +15,16 @@ class PrefetchTable {
  public:
   PrefetchTable() = default;
   // `orders` hold every unit once; `owns_weights` is [unit].
-  PrefetchTable(std::span<const int> forward, std::span<const int> backward, const std::vector<bool>& owns_weights, int depth);
+  PrefetchTable(std::span<const int> forward, std::span<const int> backward, const std::vector<bool>& owns_weights,
+                int depth);
 
   // The lists of Prefetch::lists.
-  void set(Phase phase, int unit, std::vector<int> targets) { tables_[static_cast<int>(phase)][unit] = std::move(targets); }
-  [[nodiscard]] std::span<const int> after(Phase phase, int unit) const { return tables_[static_cast<int>(phase)][unit]; }
+  void set(Phase phase, int unit, std::vector<int> targets) {
+    tables_[static_cast<int>(phase)][unit] = std::move(targets);
+  }
+  [[nodiscard]] std::span<const int> after(Phase phase, int unit) const {
+    return tables_[static_cast<int>(phase)][unit];
+  }
 
  private:
   std::vector<std::vector<int>> tables_[2];  // [phase][unit] -> units, nearest first
@@ -40,7 +45,7 @@ class RecordedOrder {
 
  private:
   std::unordered_map<std::uint64_t, std::vector<int>> recordings_;
-  std::vector<int> seen_;                // of this iteration
+  std::vector<int> seen_;  // of this iteration
   const std::vector<int>* replay_ = nullptr;
   std::size_t cursor_ = 0;
   std::uint64_t signature_ = 0;

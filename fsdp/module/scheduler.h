@@ -1,7 +1,7 @@
 // Applies a context's policies: when weights are gathered and dropped, when gradients are reduced, on which streams.
 //
-// The order in which it issues collectives is a function of the model, the policies and the calls made, never of timing,
-// so it is equal on all ranks. Host thread of the rank only (backward runs its hooks there too, on CPUs).
+// The order in which it issues collectives is a function of the model, the policies and the calls made, never of
+// timing, so it is equal on all ranks. Host thread of the rank only (backward runs its hooks there too, on CPUs).
 #pragma once
 
 #include <deque>
@@ -32,9 +32,9 @@ class Scheduler {
   void set_prefetch_list(Phase phase, const FsdpModule& unit, const std::vector<FsdpModule*>& targets);
 
   // Automatic mode, called by the hooks.
-  void pre_forward(FsdpModule& unit);    // issues the unit's gather
+  void pre_forward(FsdpModule& unit);        // issues the unit's gather
   void note_input(const at::Tensor& input);  // of the forward under way; its shape is part of the signature
-  void start_forward(FsdpModule& unit);  // prefetches, waits for the weights
+  void start_forward(FsdpModule& unit);      // prefetches, waits for the weights
   void post_forward(FsdpModule& unit, bool backward_expected);
   void abandon_forward(FsdpModule& unit);  // an exception left the forward
   void pre_backward(FsdpModule& unit);
@@ -74,8 +74,8 @@ class Scheduler {
 
  private:
   struct ReduceSlot {
-    Event done;                            // of its last reduction
-    bool in_use = false;                   // packed or being packed, reduction not yet issued
+    Event done;                                          // of its last reduction
+    bool in_use = false;                                 // packed or being packed, reduction not yet issued
     std::vector<std::pair<c10::DataPtr, Bytes>> memory;  // of its last user, free once `done`
   };
 
@@ -114,30 +114,30 @@ class Scheduler {
   BufferPool accumulation_pool_;
 
   // Units.
-  std::vector<std::shared_ptr<FsdpModule>> units_;                    // [order of registration]
-  std::unordered_map<const void*, int> owner_of_parameter_;           // TensorImpl -> unit
+  std::vector<std::shared_ptr<FsdpModule>> units_;           // [order of registration]
+  std::unordered_map<const void*, int> owner_of_parameter_;  // TensorImpl -> unit
   std::unordered_map<const torch::nn::Module*, int> unit_of_module_;
   UnitTree tree_;
-  std::vector<int> parent_;                                           // [unit], -1 for roots
+  std::vector<int> parent_;  // [unit], -1 for roots
   std::vector<int> forward_order_, backward_order_;
-  int first_owner_ = -1, last_owner_ = -1;                            // of forward_order, among units that own weights
+  int first_owner_ = -1, last_owner_ = -1;  // of forward_order, among units that own weights
   PrefetchTable prefetch_table_;
-  std::uint64_t signature_ = 0;       // of the inputs of the outermost forward
+  std::uint64_t signature_ = 0;  // of the inputs of the outermost forward
   RecordedOrder recorded_;
   std::vector<std::pair<std::pair<Phase, int>, std::vector<int>>> pending_lists_;  // set before finalization
   bool finalized_ = false;
 
   // Step.
   MicrobatchOptions microbatch_;
-  std::int64_t epoch_ = 0;            // grows whenever weights may have changed since
-  bool weights_may_change_ = true;    // outside of a step: between its last and the next first microbatch
-  bool awaiting_backward_ = false;    // a forward of this epoch will have one
-  std::int64_t leaf_versions_ = 0;    // when the epoch started
+  std::int64_t epoch_ = 0;          // grows whenever weights may have changed since
+  bool weights_may_change_ = true;  // outside of a step: between its last and the next first microbatch
+  bool awaiting_backward_ = false;  // a forward of this epoch will have one
+  std::int64_t leaf_versions_ = 0;  // when the epoch started
   int forward_depth_ = 0;
   bool backward_active_ = false;
   int graph_task_ = -1;
-  bool backward_expected_ = false;    // some output of this forward requires a gradient
-  std::deque<ReduceSlot> slots_;      // two that take turns, then those of units with nested units
+  bool backward_expected_ = false;  // some output of this forward requires a gradient
+  std::deque<ReduceSlot> slots_;    // two that take turns, then those of units with nested units
   std::size_t next_slot_ = 0;
   std::deque<FsdpModule*> releases_;    // delayed release
   std::deque<FsdpModule*> reductions_;  // delayed reduction

@@ -43,11 +43,12 @@ struct TensorVisitor<at::Tensor> {
 };
 
 template <typename V>
-concept HoldsNoTensor = std::is_arithmetic_v<V> || std::is_enum_v<V> || std::is_null_pointer_v<V> || std::is_same_v<V, std::string> ||
-                        std::is_same_v<V, std::string_view> || std::is_same_v<V, const char*> || std::is_same_v<V, std::monostate>;
+concept HoldsNoTensor =
+    std::is_arithmetic_v<V> || std::is_enum_v<V> || std::is_null_pointer_v<V> || std::is_same_v<V, std::string> ||
+    std::is_same_v<V, std::string_view> || std::is_same_v<V, const char*> || std::is_same_v<V, std::monostate>;
 
 template <typename V>
-  requires HoldsNoTensor<V>
+requires HoldsNoTensor<V>
 struct TensorVisitor<V> {
   template <typename T, typename F>
   static void visit(T&, F&&) {}

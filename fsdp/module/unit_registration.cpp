@@ -41,16 +41,21 @@ FsdpModule& Scheduler::add_unit(std::vector<std::shared_ptr<torch::nn::Module>> 
   FSDP_CHECK(!modules.empty(), UsageError, "fully_shard: no module given");
   options.placements.validate();
   auto sub_mesh = std::make_shared<const SubMesh>(mesh_, options.placements.axes);
-  FSDP_CHECK(options.gradient_divisor.value_or(1) > 0, UsageError, "fully_shard: gradient_divisor is {}, expected more than 0", *options.gradient_divisor);
+  FSDP_CHECK(options.gradient_divisor.value_or(1) > 0, UsageError,
+             "fully_shard: gradient_divisor is {}, expected more than 0", *options.gradient_divisor);
   std::set<const torch::nn::Module*> members;
   for (const auto& module : modules) {
     FSDP_CHECK(module != nullptr, UsageError, "fully_shard: a module is null");
-    FSDP_CHECK(members.insert(module.get()).second, UsageError, "fully_shard: module {} is given twice", module->name());
-    FSDP_CHECK(!unit_of_module_.contains(module.get()), UsageError, "fully_shard: module {} is a unit already", module->name());
+    FSDP_CHECK(members.insert(module.get()).second, UsageError, "fully_shard: module {} is given twice",
+               module->name());
+    FSDP_CHECK(!unit_of_module_.contains(module.get()), UsageError, "fully_shard: module {} is a unit already",
+               module->name());
     const auto* target = dynamic_cast<const HookTarget*>(module.get());
-    FSDP_CHECK(target == nullptr || target->unit() == nullptr, UsageError, "fully_shard: module {} is a unit of another context", module->name());
+    FSDP_CHECK(target == nullptr || target->unit() == nullptr, UsageError,
+               "fully_shard: module {} is a unit of another context", module->name());
     FSDP_CHECK(target != nullptr || !options.register_hooks, UsageError,
-               "fully_shard: module {} has no hooks: declare its holder with FSDP_MODULE, wrap its type in fsdp::Hooked, or set register_hooks = false and drive "
+               "fully_shard: module {} has no hooks: declare its holder with FSDP_MODULE, wrap its type in "
+               "fsdp::Hooked, or set register_hooks = false and drive "
                "the unit yourself",
                module->name());
   }
@@ -58,42 +63,54 @@ FsdpModule& Scheduler::add_unit(std::vector<std::shared_ptr<torch::nn::Module>> 
   std::vector<GroupPlan> plans;
   std::set<const void*> seen;
   for (std::size_t m = 0; m < modules.size(); ++m) {
-    const std::function<void(torch::nn::Module&, const std::string&)> visit = [&](torch::nn::Module& module, const std::string& path) {
+    const std::function<void(torch::nn::Module&, const std::string&)> visit = [&](torch::nn::Module& module,
+                                                                                  const std::string& path) {
       if (&module != modules[m].get()) {
         if (unit_of_module_.contains(&module)) return;  // nested: owns its own
-        FSDP_CHECK(!members.contains(&module), UsageError, "fully_shard: module {} is inside another module of the same unit", path);
+        FSDP_CHECK(!members.contains(&module), UsageError,
+                   "fully_shard: module {} is inside another module of the same unit", path);
         const auto* target = dynamic_cast<const HookTarget*>(&module);
-        FSDP_CHECK(target == nullptr || target->unit() == nullptr, UsageError, "fully_shard: \"{}\" below it is a unit of another context", path);
+        FSDP_CHECK(target == nullptr || target->unit() == nullptr, UsageError,
+                   "fully_shard: \"{}\" below it is a unit of another context", path);
       }
       for (const auto& item : module.named_parameters(/*recurse=*/false)) {
         const at::Tensor& parameter = item.value();
         const std::string name = path.empty() ? item.key() : path + "." + item.key();
         if (!parameter.defined() || seen.contains(parameter.unsafeGetTensorImpl())) continue;
-        if (const auto owner = owner_of_parameter_.find(parameter.unsafeGetTensorImpl()); owner != owner_of_parameter_.end()) {
+        if (const auto owner = owner_of_parameter_.find(parameter.unsafeGetTensorImpl());
+            owner != owner_of_parameter_.end()) {
           detail::fail<UsageError>(
-              "fully_shard: parameter \"{}\" of {} already belongs to unit {} ({}). Make children units before their parents, each once; weights shared by two "
+              "fully_shard: parameter \"{}\" of {} already belongs to unit {} ({}). Make children units before their "
+              "parents, each once; weights shared by two "
               "units are not supported: put both uses into one unit",
               name, modules[m]->name(), owner->second, describe_modules(units_[owner->second]->modules_));
         }
-        FSDP_CHECK(parameter.is_floating_point(), UsageError, "fully_shard: parameter \"{}\" is {}; only floating-point parameters can be sharded", name,
+        FSDP_CHECK(parameter.is_floating_point(), UsageError,
+                   "fully_shard: parameter \"{}\" is {}; only floating-point parameters can be sharded", name,
                    c10::toString(parameter.scalar_type()));
-        FSDP_CHECK(parameter.is_leaf(), UsageError, "fully_shard: parameter \"{}\" is the result of an operation; shard leaves only", name);
-        FSDP_CHECK(parameter.is_meta() || parameter.device() == runtime().device() || runtime().device().is_meta(), UsageError,
-                   "fully_shard: parameter \"{}\" is on {}, expected {} or meta", name, parameter.device().str(), runtime().device().str());
+        FSDP_CHECK(parameter.is_leaf(), UsageError,
+                   "fully_shard: parameter \"{}\" is the result of an operation; shard leaves only", name);
+        FSDP_CHECK(parameter.is_meta() || parameter.device() == runtime().device() || runtime().device().is_meta(),
+                   UsageError, "fully_shard: parameter \"{}\" is on {}, expected {} or meta", name,
+                   parameter.device().str(), runtime().device().str());
         seen.insert(parameter.unsafeGetTensorImpl());
         const auto dtypes = dtypes_of(parameter, options.mixed_precision);
-        auto plan = std::find_if(plans.begin(), plans.end(),
-                                 [&](const GroupPlan& p) { return p.dtypes == dtypes && p.trainable == parameter.requires_grad(); });
+        auto plan = std::find_if(plans.begin(), plans.end(), [&](const GroupPlan& p) {
+          return p.dtypes == dtypes && p.trainable == parameter.requires_grad();
+        });
         if (plan == plans.end()) plan = plans.insert(plans.end(), GroupPlan{dtypes, parameter.requires_grad(), {}});
         ParameterInfo info;
         info.name = name;
         info.module_index = static_cast<int>(m);
         info.parameter = parameter;
         info.sizes = parameter.sizes().vec();
-        info.strides = parameter.is_non_overlapping_and_dense() ? parameter.strides().vec() : at::empty(parameter.sizes(), parameter.options().device(at::kMeta)).strides().vec();
+        info.strides = parameter.is_non_overlapping_and_dense()
+                           ? parameter.strides().vec()
+                           : at::empty(parameter.sizes(), parameter.options().device(at::kMeta)).strides().vec();
         plan->parameters.push_back(std::move(info));
       }
-      for (const auto& child : module.named_children()) visit(*child.value(), path.empty() ? child.key() : path + "." + child.key());
+      for (const auto& child : module.named_children())
+        visit(*child.value(), path.empty() ? child.key() : path + "." + child.key());
     };
     visit(*modules[m], "");
   }
@@ -103,8 +120,8 @@ FsdpModule& Scheduler::add_unit(std::vector<std::shared_ptr<torch::nn::Module>> 
   for (auto& plan : plans) {
     for (const auto& info : plan.parameters) owner_of_parameter_[info.parameter.unsafeGetTensorImpl()] = index;
     if (plan.trainable) unit->trainable_count_ += static_cast<int>(plan.parameters.size());
-    unit->groups_.push_back(std::make_unique<FsdpParameterGroup>(*unit, sub_mesh, std::move(plan.parameters), plan.dtypes, plan.trainable,
-                                                                 options_.sync_module_states));
+    unit->groups_.push_back(std::make_unique<FsdpParameterGroup>(
+        *unit, sub_mesh, std::move(plan.parameters), plan.dtypes, plan.trainable, options_.sync_module_states));
     if (unit->groups_.back()->releasable()) {
       unit->releasable_ = true;
       unit->gathered_bytes_ += unit->groups_.back()->whole_bytes();
@@ -142,7 +159,8 @@ void Scheduler::name_units() {
   std::unordered_map<const torch::nn::Module*, std::string> paths;
   for (std::size_t r = 0; r < tree_.roots.size(); ++r) {
     const std::string prefix = r == 0 ? "" : fmt::format("#{}/", r);
-    const std::function<void(torch::nn::Module&, const std::string&)> visit = [&](torch::nn::Module& module, const std::string& path) {
+    const std::function<void(torch::nn::Module&, const std::string&)> visit = [&](torch::nn::Module& module,
+                                                                                  const std::string& path) {
       if (!paths.emplace(&module, path).second) return;
       for (const auto& child : module.named_children()) {
         const bool at_top = path.empty() || path == prefix;
@@ -162,7 +180,9 @@ void Scheduler::name_units() {
       if (path.ends_with("/")) path.pop_back();
       module_paths.push_back(std::move(path));
     }
-    unit->set_name(parent_[unit->index()] == -1 && unit->modules_.size() > 1 ? name.substr(0, name.find("<root>")) + "<root>" : name);
+    unit->set_name(parent_[unit->index()] == -1 && unit->modules_.size() > 1
+                       ? name.substr(0, name.find("<root>")) + "<root>"
+                       : name);
     for (auto& group : unit->groups_) group->set_names(module_paths);
   }
 }
@@ -191,15 +211,19 @@ void Scheduler::finalize() {
 }
 
 void Scheduler::set_prefetch_list(Phase phase, const FsdpModule& unit, const std::vector<FsdpModule*>& targets) {
-  FSDP_CHECK(options_.prefetch.kind == Prefetch::Kind::lists, UsageError, "prefetch lists need ContextOptions::prefetch = Prefetch::lists()");
+  FSDP_CHECK(options_.prefetch.kind == Prefetch::Kind::lists, UsageError,
+             "prefetch lists need ContextOptions::prefetch = Prefetch::lists()");
   std::vector<int> indices;
   for (const FsdpModule* target : targets) {
-    FSDP_CHECK(target != nullptr && target->index() < static_cast<int>(units_.size()) && units_[target->index()].get() == target, UsageError,
-               "the prefetch list of unit \"{}\" names a unit that is not of this context", unit.name());
+    FSDP_CHECK(target != nullptr && target->index() < static_cast<int>(units_.size()) &&
+                   units_[target->index()].get() == target,
+               UsageError, "the prefetch list of unit \"{}\" names a unit that is not of this context", unit.name());
     indices.push_back(target->index());
   }
-  if (finalized_) prefetch_table_.set(phase, unit.index(), std::move(indices));
-  else pending_lists_.push_back({{phase, unit.index()}, std::move(indices)});
+  if (finalized_)
+    prefetch_table_.set(phase, unit.index(), std::move(indices));
+  else
+    pending_lists_.push_back({{phase, unit.index()}, std::move(indices)});
 }
 
 void Scheduler::log_summary() const {
@@ -218,11 +242,14 @@ void Scheduler::log_summary() const {
   std::string names;
   for (const auto& strategy : strategies) names += (names.empty() ? "" : ", ") + strategy;
   log::write(log::Level::info,
-             fmt::format("fsdp: {} units, {} parameters ({} elements), {} on mesh {} over {} ranks ({}); largest gathered unit {:.1f} MiB; streams {}", units_.size(),
-                         parameters, elements, names, mesh_.describe(), mesh_.world().size(), mesh_.world().backend_name(),
-                         static_cast<double>(largest.value()) / (1024.0 * 1024.0), options_.unify_communication_stream ? "unified" : "gather and reduce"));
+             fmt::format("fsdp: {} units, {} parameters ({} elements), {} on mesh {} over {} ranks ({}); largest "
+                         "gathered unit {:.1f} MiB; streams {}",
+                         units_.size(), parameters, elements, names, mesh_.describe(), mesh_.world().size(),
+                         mesh_.world().backend_name(), static_cast<double>(largest.value()) / (1024.0 * 1024.0),
+                         options_.unify_communication_stream ? "unified" : "gather and reduce"));
   if (units_.size() == 1 && elements > 10'000'000) {
-    log::write(log::Level::warning, "fsdp: the whole model is one unit, so nothing can overlap: make each block a unit before the root");
+    log::write(log::Level::warning,
+               "fsdp: the whole model is one unit, so nothing can overlap: make each block a unit before the root");
   }
 }
 

@@ -15,11 +15,12 @@ struct AdamWOptions {
 
 class AdamW final : public ShardedOptimizer {
  public:
-  explicit AdamW(FsdpContext& context, const AdamWOptions& options = {}, const ParameterOptionsFunction& parameter_options = {});
+  explicit AdamW(FsdpContext& context, const AdamWOptions& options = {},
+                 const ParameterOptionsFunction& parameter_options = {});
 
  private:
-  void update(const std::vector<ShardRun*>& runs, const std::vector<at::Tensor>& gradients, const ParameterOptions& options,
-              const std::optional<at::Tensor>& skip) override;
+  void update(const std::vector<ShardRun*>& runs, const std::vector<at::Tensor>& gradients,
+              const ParameterOptions& options, const std::optional<at::Tensor>& skip) override;
   AdamWOptions options_;
 };
 

@@ -48,7 +48,8 @@ at::Tensor grad_norm(FsdpContext& context) {
   for (auto& [axes, sum] : sums) {
     void* data = device.is_meta() ? nullptr : sum.mutable_data_ptr();
     for (int axis : axes) {
-      mesh.communicator(axis, Use::reduce).all_reduce(data, data, Elements(1), sum.scalar_type(), ReduceOp::sum, stream, "FSDP:grad_norm");
+      mesh.communicator(axis, Use::reduce)
+          .all_reduce(data, data, Elements(1), sum.scalar_type(), ReduceOp::sum, stream, "FSDP:grad_norm");
     }
     total.add_(sum);
   }

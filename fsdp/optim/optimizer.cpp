@@ -11,7 +11,8 @@
 
 namespace fsdp {
 
-ShardedOptimizer::ShardedOptimizer(FsdpContext& context, double learning_rate, int state_count, const ParameterOptionsFunction& options)
+ShardedOptimizer::ShardedOptimizer(FsdpContext& context, double learning_rate, int state_count,
+                                   const ParameterOptionsFunction& options)
     : context_(context), learning_rate_(learning_rate) {
   context_.finalize();
   const auto scalar = at::TensorOptions().dtype(at::kFloat).device(context_.mesh().runtime()->device());
@@ -45,12 +46,15 @@ void ShardedOptimizer::split(std::size_t index) {
   std::vector<ShardRun> parts;
   for (int parameter : whole.parameters) {
     const ElementRange piece = whole.group->main_weight().piece(parameter);
-    ShardRun part{whole.group, {parameter}, piece, whole.options, whole.group->main_weight().slice(piece), {}, whole.step.clone()};
-    for (const auto& state : whole.state) part.state.push_back(state.narrow(0, piece.begin - whole.range.begin, piece.length()));
+    ShardRun part{whole.group, {parameter},       piece, whole.options, whole.group->main_weight().slice(piece),
+                  {},          whole.step.clone()};
+    for (const auto& state : whole.state)
+      part.state.push_back(state.narrow(0, piece.begin - whole.range.begin, piece.length()));
     parts.push_back(std::move(part));
   }
   runs_.erase(runs_.begin() + static_cast<std::ptrdiff_t>(index));
-  runs_.insert(runs_.begin() + static_cast<std::ptrdiff_t>(index), std::make_move_iterator(parts.begin()), std::make_move_iterator(parts.end()));
+  runs_.insert(runs_.begin() + static_cast<std::ptrdiff_t>(index), std::make_move_iterator(parts.begin()),
+               std::make_move_iterator(parts.end()));
 }
 
 void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
@@ -62,7 +66,8 @@ void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
   }
   for (std::size_t i = 0; i < runs_.size(); ++i) {
     const auto& parameters = runs_[i].parameters;
-    const auto defined = std::count_if(parameters.begin(), parameters.end(), [&](int p) { return runs_[i].group->parameters()[p].leaf.grad().defined(); });
+    const auto defined = std::count_if(parameters.begin(), parameters.end(),
+                                       [&](int p) { return runs_[i].group->parameters()[p].leaf.grad().defined(); });
     if (defined != 0 && defined != static_cast<std::ptrdiff_t>(parameters.size())) split(i);
   }
   std::vector<bool> done(runs_.size());
@@ -72,7 +77,8 @@ void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
     std::vector<at::Tensor> gradients;
     for (std::size_t k = i; k < runs_.size(); ++k) {
       ShardRun& run = runs_[k];
-      if (done[k] || run.options != runs_[i].options || run.weight.scalar_type() != runs_[i].weight.scalar_type()) continue;
+      if (done[k] || run.options != runs_[i].options || run.weight.scalar_type() != runs_[i].weight.scalar_type())
+        continue;
       done[k] = true;
       const at::Tensor gradient = run.group->gradient_slice(run.range);
       if (!run.group->parameters()[run.parameters.front()].leaf.grad().defined()) continue;  // no rank used it

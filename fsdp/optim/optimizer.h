@@ -18,7 +18,7 @@ namespace fsdp {
 
 // Of one parameter. Unset entries take the optimizer's value.
 struct ParameterOptions {
-  double learning_rate_scale = 1.0;          // multiplies the optimizer's learning rate
+  double learning_rate_scale = 1.0;  // multiplies the optimizer's learning rate
   std::optional<double> weight_decay = {};
   bool operator==(const ParameterOptions&) const = default;
 };
@@ -29,12 +29,12 @@ using ParameterOptionsFunction = std::function<ParameterOptions(const std::strin
 // Consecutive elements of one group's shard that are always updated alike.
 struct ShardRun {
   FsdpParameterGroup* group = nullptr;
-  std::vector<int> parameters;   // indices in the group, each with at least one element here
-  ElementRange range;            // packed coordinates, padding between the parameters included
+  std::vector<int> parameters;  // indices in the group, each with at least one element here
+  ElementRange range;           // packed coordinates, padding between the parameters included
   ParameterOptions options;
-  at::Tensor weight;             // view of the main weight
+  at::Tensor weight;  // view of the main weight
   std::vector<at::Tensor> state;
-  at::Tensor step;               // fp32 scalar: updates this run has seen
+  at::Tensor step;  // fp32 scalar: updates this run has seen
 };
 
 class ShardedOptimizer {
@@ -59,11 +59,12 @@ class ShardedOptimizer {
 
  protected:
   // `state_count` tensors a run, zero-filled.
-  ShardedOptimizer(FsdpContext& context, double learning_rate, int state_count, const ParameterOptionsFunction& options);
+  ShardedOptimizer(FsdpContext& context, double learning_rate, int state_count,
+                   const ParameterOptionsFunction& options);
 
   // Updates runs that share their options. `skip`: fp32 scalar, 1 when nothing may change.
-  virtual void update(const std::vector<ShardRun*>& runs, const std::vector<at::Tensor>& gradients, const ParameterOptions& options,
-                      const std::optional<at::Tensor>& skip) = 0;
+  virtual void update(const std::vector<ShardRun*>& runs, const std::vector<at::Tensor>& gradients,
+                      const ParameterOptions& options, const std::optional<at::Tensor>& skip) = 0;
 
  private:
   void split(std::size_t run);  // into one run per parameter, when their gradients stop coming together

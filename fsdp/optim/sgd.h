@@ -14,11 +14,12 @@ struct SgdOptions {
 
 class Sgd final : public ShardedOptimizer {
  public:
-  explicit Sgd(FsdpContext& context, const SgdOptions& options = {}, const ParameterOptionsFunction& parameter_options = {});
+  explicit Sgd(FsdpContext& context, const SgdOptions& options = {},
+               const ParameterOptionsFunction& parameter_options = {});
 
  private:
-  void update(const std::vector<ShardRun*>& runs, const std::vector<at::Tensor>& gradients, const ParameterOptions& options,
-              const std::optional<at::Tensor>& skip) override;
+  void update(const std::vector<ShardRun*>& runs, const std::vector<at::Tensor>& gradients,
+              const ParameterOptions& options, const std::optional<at::Tensor>& skip) override;
   SgdOptions options_;
 };
 

@@ -81,10 +81,10 @@ class StreamBackend : public std::enable_shared_from_this<StreamBackend> {
   StreamBackend& operator=(const StreamBackend&) = delete;
 
   virtual void enqueue(Task task, TaskOptions options) = 0;
-  virtual std::int64_t record() = 0;                      // -> mark
+  virtual std::int64_t record() = 0;  // -> mark
   virtual void wait(const Event& event) = 0;
-  virtual bool reached(std::int64_t mark) = 0;            // throws the stream's error
-  virtual void synchronize_host(std::int64_t mark) = 0;   // blocks; throws the stream's error
+  virtual bool reached(std::int64_t mark) = 0;           // throws the stream's error
+  virtual void synchronize_host(std::int64_t mark) = 0;  // blocks; throws the stream's error
   virtual void reset() = 0;
   [[nodiscard]] virtual trace::Nanoseconds now() const = 0;
 

@@ -51,7 +51,8 @@ Nanoseconds overlap(Interval interval, const IntervalSet& set) {
 }
 
 int OverlapReport::count(Kind kind) const {
-  return static_cast<int>(std::count_if(collectives.begin(), collectives.end(), [&](const auto& c) { return c.span.kind == kind; }));
+  return static_cast<int>(
+      std::count_if(collectives.begin(), collectives.end(), [&](const auto& c) { return c.span.kind == kind; }));
 }
 
 int OverlapReport::overlapped(Kind kind) const {
@@ -68,9 +69,12 @@ OverlapReport overlap_report(std::span<const Span> spans) {
     Interval interval{span.begin, span.end};
     first = std::min(first, span.begin);
     last = std::max(last, span.end);
-    if (span.kind == Kind::compute) compute.push_back(interval);
-    else if (span.kind == Kind::wait) wait.push_back(interval);
-    else communication.push_back(interval);
+    if (span.kind == Kind::compute)
+      compute.push_back(interval);
+    else if (span.kind == Kind::wait)
+      wait.push_back(interval);
+    else
+      communication.push_back(interval);
   }
   OverlapReport report;
   if (first > last) return report;
@@ -92,11 +96,13 @@ OverlapReport overlap_report(std::span<const Span> spans) {
 
 std::string to_string(const OverlapReport& report) {
   auto milliseconds = [](Nanoseconds n) { return static_cast<double>(n) * 1e-6; };
-  std::string text = fmt::format("elapsed {:.3f} ms, compute {:.3f}, communication {:.3f} (hidden {:.3f}, exposed {:.3f}), idle {:.3f}",
-                                 milliseconds(report.elapsed), milliseconds(report.compute), milliseconds(report.communication),
-                                 milliseconds(report.hidden), milliseconds(report.exposed), milliseconds(report.idle));
+  std::string text = fmt::format(
+      "elapsed {:.3f} ms, compute {:.3f}, communication {:.3f} (hidden {:.3f}, exposed {:.3f}), idle {:.3f}",
+      milliseconds(report.elapsed), milliseconds(report.compute), milliseconds(report.communication),
+      milliseconds(report.hidden), milliseconds(report.exposed), milliseconds(report.idle));
   for (Kind kind : {Kind::all_gather, Kind::reduce_scatter, Kind::all_reduce}) {
-    if (report.count(kind) > 0) text += fmt::format("; {} {} of {} overlapped", to_string(kind), report.overlapped(kind), report.count(kind));
+    if (report.count(kind) > 0)
+      text += fmt::format("; {} {} of {} overlapped", to_string(kind), report.overlapped(kind), report.count(kind));
   }
   return text;
 }

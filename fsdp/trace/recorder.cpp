@@ -4,16 +4,26 @@ namespace fsdp::trace {
 
 const char* to_string(Kind kind) {
   switch (kind) {
-    case Kind::compute: return "compute";
-    case Kind::all_gather: return "all_gather";
-    case Kind::reduce_scatter: return "reduce_scatter";
-    case Kind::all_reduce: return "all_reduce";
-    case Kind::broadcast: return "broadcast";
-    case Kind::all_to_all: return "all_to_all";
-    case Kind::send_recv: return "send_recv";
-    case Kind::barrier: return "barrier";
-    case Kind::wait: return "wait";
-    case Kind::unit: return "unit";
+    case Kind::compute:
+      return "compute";
+    case Kind::all_gather:
+      return "all_gather";
+    case Kind::reduce_scatter:
+      return "reduce_scatter";
+    case Kind::all_reduce:
+      return "all_reduce";
+    case Kind::broadcast:
+      return "broadcast";
+    case Kind::all_to_all:
+      return "all_to_all";
+    case Kind::send_recv:
+      return "send_recv";
+    case Kind::barrier:
+      return "barrier";
+    case Kind::wait:
+      return "wait";
+    case Kind::unit:
+      return "unit";
   }
   return "?";
 }

@@ -31,7 +31,7 @@ class Recorder {
 
  private:
   mutable std::mutex mutex_;
-  std::deque<Span> spans_;                   // [issue order]; a deque keeps addresses
+  std::deque<Span> spans_;  // [issue order]; a deque keeps addresses
   std::unordered_set<std::string> names_;
 };
 

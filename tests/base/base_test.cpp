@@ -137,8 +137,9 @@ TEST(Check, AnInvariantNamesItsConditionAndAsksForAReport) {
     FSDP_INVARIANT(answer == 42);
     FAIL() << "no error";
   } catch (const InternalError& error) {
-    EXPECT_THAT(error.what(), ::testing::AllOf(::testing::HasSubstr("answer == 42"), ::testing::HasSubstr("base_test.cpp"),
-                                               ::testing::HasSubstr("please report it")));
+    EXPECT_THAT(error.what(),
+                ::testing::AllOf(::testing::HasSubstr("answer == 42"), ::testing::HasSubstr("base_test.cpp"),
+                                 ::testing::HasSubstr("please report it")));
   }
 }
 
@@ -169,7 +170,8 @@ TEST_F(Environment, RefusesWhatIsNoWholeNumberNamingTheVariable) {
       (void)env::integer(kName);
       FAIL() << "accepted \"" << text << "\"";
     } catch (const UsageError& error) {
-      EXPECT_EQ(error.what(), std::string("environment variable ") + kName + " is \"" + text + "\", expected a whole number");
+      EXPECT_EQ(error.what(),
+                std::string("environment variable ") + kName + " is \"" + text + "\", expected a whole number");
     }
   }
 }
@@ -182,7 +184,8 @@ TEST(Log, ReachesTheInstalledSinkUntilItIsRemoved) {
   log::write(log::Level::warning, "two");
   log::set_sink({});
   log::write(log::Level::warning, "after: dropped");
-  EXPECT_THAT(seen, ::testing::ElementsAre(::testing::Pair(log::Level::info, "one"), ::testing::Pair(log::Level::warning, "two")));
+  EXPECT_THAT(seen, ::testing::ElementsAre(::testing::Pair(log::Level::info, "one"),
+                                           ::testing::Pair(log::Level::warning, "two")));
 }
 
 }  // namespace

@@ -94,8 +94,9 @@ using Wide = std::conditional_t<std::is_same_v<T, c10::BFloat16> || std::is_same
 // Values of mixed size and sign, so that another order of summation gives other bits.
 template <typename T>
 T value(int rank, std::int64_t index) {
-  const auto hash = static_cast<std::uint32_t>(index * 2654435761u + static_cast<std::uint32_t>(rank) * 40503u + 12345u) ^
-                    static_cast<std::uint32_t>(index >> 3);
+  const auto hash =
+      static_cast<std::uint32_t>(index * 2654435761u + static_cast<std::uint32_t>(rank) * 40503u + 12345u) ^
+      static_cast<std::uint32_t>(index >> 3);
   const int whole = static_cast<int>(hash % 2001) - 1000;
   if constexpr (std::is_integral_v<T>)
     return static_cast<T>(whole) * 1'000'000'007;
@@ -139,7 +140,8 @@ void for_each_dtype(F&& function) {
   function(std::int64_t{});
 }
 
-// Elements a rank: none, one, odd, more than one block of the reduction, large (for one dtype, to keep the suite short).
+// Elements a rank: none, one, odd, more than one block of the reduction, large (for one dtype, to keep the suite
+// short).
 template <typename T>
 std::vector<std::int64_t> counts() {
   std::vector<std::int64_t> list = {0, 1, 2, 7, 129, 2049};
@@ -207,7 +209,8 @@ TEST_P(Conformance, AllGatherPlacesEveryShareInRankOrder) {
         }
         m.communicator.all_gather(mine.data(), all.data(), Elements(count), dtype_of<T>(), m.stream, "out of place");
         std::copy(mine.begin(), mine.end(), in_place.begin() + m.rank * count);
-        m.communicator.all_gather(in_place.data() + m.rank * count, in_place.data(), Elements(count), dtype_of<T>(), m.stream, "in place");
+        m.communicator.all_gather(in_place.data() + m.rank * count, in_place.data(), Elements(count), dtype_of<T>(),
+                                  m.stream, "in place");
         m.stream.synchronize();
         EXPECT_EQ(difference(all, expected), "") << count;
         EXPECT_EQ(difference(in_place, expected), "") << count << " in place";
@@ -225,13 +228,17 @@ TEST_P(Conformance, ReduceScatterSumsItsShareInRankOrder) {
         const auto untouched = send;
         std::vector<T> share(count), expected(count);
         for (std::int64_t i = 0; i < count; ++i) expected[i] = sum_in_rank_order<T>(m.size, m.rank * count + i);
-        m.communicator.reduce_scatter(send.data(), share.data(), Elements(count), dtype_of<T>(), m.stream, "out of place");
+        m.communicator.reduce_scatter(send.data(), share.data(), Elements(count), dtype_of<T>(), m.stream,
+                                      "out of place");
         m.stream.synchronize();
         EXPECT_EQ(difference(share, expected), "") << count;
         EXPECT_EQ(difference(send, untouched), "") << count;
-        m.communicator.reduce_scatter(send.data(), send.data() + m.rank * count, Elements(count), dtype_of<T>(), m.stream, "in place");
+        m.communicator.reduce_scatter(send.data(), send.data() + m.rank * count, Elements(count), dtype_of<T>(),
+                                      m.stream, "in place");
         m.stream.synchronize();
-        EXPECT_EQ(difference(std::vector<T>(send.begin() + m.rank * count, send.begin() + (m.rank + 1) * count), expected), "")
+        EXPECT_EQ(
+            difference(std::vector<T>(send.begin() + m.rank * count, send.begin() + (m.rank + 1) * count), expected),
+            "")
             << count << " in place";
       }
     });
@@ -246,8 +253,10 @@ TEST_P(Conformance, AllReduceSumsInRankOrderOnEveryRank) {
         auto send = values<T>(m.rank, count);
         std::vector<T> sums(count), expected(count);
         for (std::int64_t i = 0; i < count; ++i) expected[i] = sum_in_rank_order<T>(m.size, i);
-        m.communicator.all_reduce(send.data(), sums.data(), Elements(count), dtype_of<T>(), ReduceOp::sum, m.stream, "out of place");
-        m.communicator.all_reduce(send.data(), send.data(), Elements(count), dtype_of<T>(), ReduceOp::sum, m.stream, "in place");
+        m.communicator.all_reduce(send.data(), sums.data(), Elements(count), dtype_of<T>(), ReduceOp::sum, m.stream,
+                                  "out of place");
+        m.communicator.all_reduce(send.data(), send.data(), Elements(count), dtype_of<T>(), ReduceOp::sum, m.stream,
+                                  "in place");
         m.stream.synchronize();
         EXPECT_EQ(difference(sums, expected), "") << count;
         EXPECT_EQ(difference(send, expected), "") << count << " in place";
@@ -266,9 +275,11 @@ TEST_P(Conformance, AllReduceFindsTheMaximum) {
         for (std::int64_t i = 0; i < count; ++i) {
           expected[i] = value<T>(0, i);
           for (int r = 1; r < m.size; ++r)
-            expected[i] = static_cast<T>(std::max(static_cast<Wide<T>>(expected[i]), static_cast<Wide<T>>(value<T>(r, i))));
+            expected[i] =
+                static_cast<T>(std::max(static_cast<Wide<T>>(expected[i]), static_cast<Wide<T>>(value<T>(r, i))));
         }
-        m.communicator.all_reduce(data.data(), data.data(), Elements(count), dtype_of<T>(), ReduceOp::max, m.stream, "max");
+        m.communicator.all_reduce(data.data(), data.data(), Elements(count), dtype_of<T>(), ReduceOp::max, m.stream,
+                                  "max");
         m.stream.synchronize();
         EXPECT_EQ(difference(data, expected), "") << count;
       }
@@ -340,11 +351,14 @@ TEST_P(Conformance, AllToAllMovesUnevenAndEmptyParts) {
       for (int r = 0; r < m.size; ++r) {
         send_counts.push_back(part(m.rank, r));
         receive_counts.push_back(part(r, m.rank));
-        for (std::int64_t i = 0; i < part(m.rank, r); ++i) send.push_back(m.rank * 1e6 + r * 1e4 + static_cast<double>(i));
-        for (std::int64_t i = 0; i < part(r, m.rank); ++i) expected.push_back(r * 1e6 + m.rank * 1e4 + static_cast<double>(i));
+        for (std::int64_t i = 0; i < part(m.rank, r); ++i)
+          send.push_back(m.rank * 1e6 + r * 1e4 + static_cast<double>(i));
+        for (std::int64_t i = 0; i < part(r, m.rank); ++i)
+          expected.push_back(r * 1e6 + m.rank * 1e4 + static_cast<double>(i));
       }
       std::vector<double> received(expected.size(), -1.0);
-      m.communicator.all_to_all_v(send.data(), send_counts, received.data(), receive_counts, c10::kDouble, m.stream, "tokens");
+      m.communicator.all_to_all_v(send.data(), send_counts, received.data(), receive_counts, c10::kDouble, m.stream,
+                                  "tokens");
       m.stream.synchronize();
       EXPECT_EQ(difference(received, expected), "") << scale;
     }
@@ -373,7 +387,8 @@ TEST_P(ConformanceWithPeers, MessagesTravelAroundARingInOrder) {
           }
           m.stream.synchronize();
           receiving.synchronize();
-          for (int i = 0; i < kMessages; ++i) EXPECT_EQ(difference(in[i], values<std::int64_t>(previous * 10 + i, count)), "") << i;
+          for (int i = 0; i < kMessages; ++i)
+            EXPECT_EQ(difference(in[i], values<std::int64_t>(previous * 10 + i, count)), "") << i;
         }
       },
       {.deadline = 2s});
@@ -421,15 +436,16 @@ TEST_P(Conformance, ManyOperationsInFlightOnTwoCommunicatorsAndTwoStreams) {
     Member other(m.world, "other");
     constexpr int kRounds = 100;
     constexpr std::int64_t kCount = 33;
-    std::vector<std::vector<float>> gathered(kRounds, std::vector<float>(kCount * m.size)), reduced(kRounds), mine(kRounds);
+    std::vector<std::vector<float>> gathered(kRounds, std::vector<float>(kCount * m.size)), reduced(kRounds),
+        mine(kRounds);
     for (int i = 0; i < kRounds; ++i) {
       mine[i] = values<float>(m.rank + 10 * i, kCount);
       reduced[i] = mine[i];
     }
     for (int i = 0; i < kRounds; ++i) {
       m.communicator.all_gather(mine[i].data(), gathered[i].data(), Elements(kCount), c10::kFloat, m.stream, "gather");
-      other.communicator.all_reduce(reduced[i].data(), reduced[i].data(), Elements(kCount), c10::kFloat, ReduceOp::sum, other.stream,
-                                    "reduce");
+      other.communicator.all_reduce(reduced[i].data(), reduced[i].data(), Elements(kCount), c10::kFloat, ReduceOp::sum,
+                                    other.stream, "reduce");
     }
     m.stream.synchronize();
     other.stream.synchronize();
@@ -449,7 +465,8 @@ TEST_P(Conformance, ManyOperationsInFlightOnTwoCommunicatorsAndTwoStreams) {
 TEST_P(Conformance, OperationsOnOneStreamSeeEachOthersResults) {
   on_all_ranks([](Member& m) {
     std::int64_t number = m.rank == 0 ? 1 : 0;
-    for (int i = 0; i < 20; ++i) m.communicator.all_reduce(&number, &number, Elements(1), c10::kLong, ReduceOp::sum, m.stream, "grow");
+    for (int i = 0; i < 20; ++i)
+      m.communicator.all_reduce(&number, &number, Elements(1), c10::kLong, ReduceOp::sum, m.stream, "grow");
     m.stream.synchronize();
     std::int64_t expected = 1;
     for (int i = 1; i < 20; ++i) expected *= m.size;
@@ -462,7 +479,8 @@ TEST_P(Conformance, SmallOperationsMayRunInlineWithTheSameResult) {
     m.communicator.set_inline_limit(Bytes(1024));
     for (std::int64_t count : {1, 16, 256, 257, 5000, 3}) {
       auto data = values<float>(m.rank, count);
-      m.communicator.all_reduce(data.data(), data.data(), Elements(count), c10::kFloat, ReduceOp::sum, m.stream, "mixed");
+      m.communicator.all_reduce(data.data(), data.data(), Elements(count), c10::kFloat, ReduceOp::sum, m.stream,
+                                "mixed");
       std::vector<float> expected(count);
       for (std::int64_t i = 0; i < count; ++i) expected[i] = sum_in_rank_order<float>(m.size, i);
       m.stream.synchronize();
@@ -513,11 +531,13 @@ TEST_P(ConformanceWithPeers, DifferentCountsFailOnEveryRankWithBoth) {
   on_all_ranks([](Member& m) {
     std::vector<float> data(100);
     const bool last = m.rank == m.size - 1;
-    m.communicator.all_reduce(data.data(), data.data(), Elements(last ? 5 : 4), c10::kFloat, ReduceOp::sum, m.stream, "layers.0:reduce");
-    EXPECT_THAT(
-        failure_of(m.stream),
-        AllOf(HasSubstr("ranks run different operations"), HasSubstr("rank 0 all_reduce \"layers.0:reduce\" #1 of 4 Float"),
-              HasSubstr("rank " + std::to_string(m.size - 1) + " all_reduce \"layers.0:reduce\" #1 of 5 Float"), HasSubstr("same order")));
+    m.communicator.all_reduce(data.data(), data.data(), Elements(last ? 5 : 4), c10::kFloat, ReduceOp::sum, m.stream,
+                              "layers.0:reduce");
+    EXPECT_THAT(failure_of(m.stream),
+                AllOf(HasSubstr("ranks run different operations"),
+                      HasSubstr("rank 0 all_reduce \"layers.0:reduce\" #1 of 4 Float"),
+                      HasSubstr("rank " + std::to_string(m.size - 1) + " all_reduce \"layers.0:reduce\" #1 of 5 Float"),
+                      HasSubstr("same order")));
     m.stream.reset();
   });
 }
@@ -539,7 +559,8 @@ TEST_P(ConformanceWithPeers, DifferentOperationsDtypesRootsAndLabelsFailOnEveryR
       m.communicator.broadcast(data.data(), one, c10::kFloat, Rank(0), m.stream, "x");
     expect_both("broadcast \"x\" #1 of 1 Float", "barrier \"x\" #1");
 
-    m.communicator.all_gather(data.data(), data.data() + 10, one, odd ? c10::kFloat : c10::kDouble, m.stream, "unshard");
+    m.communicator.all_gather(data.data(), data.data() + 10, one, odd ? c10::kFloat : c10::kDouble, m.stream,
+                              "unshard");
     expect_both("all_gather \"unshard\" #1 of 1 Double", "all_gather \"unshard\" #1 of 1 Float");
 
     m.communicator.all_gather(data.data(), data.data() + 10, one, c10::kFloat, m.stream, odd ? "layers.1" : "layers.0");
@@ -548,7 +569,8 @@ TEST_P(ConformanceWithPeers, DifferentOperationsDtypesRootsAndLabelsFailOnEveryR
     m.communicator.broadcast(data.data(), one, c10::kFloat, Rank(odd ? 1 : 0), m.stream, "roots");
     expect_both("broadcast \"roots\" #1", "broadcast \"roots\" #1");
 
-    m.communicator.all_reduce(data.data(), data.data(), one, c10::kFloat, odd ? ReduceOp::max : ReduceOp::sum, m.stream, "operators");
+    m.communicator.all_reduce(data.data(), data.data(), one, c10::kFloat, odd ? ReduceOp::max : ReduceOp::sum, m.stream,
+                              "operators");
     expect_both("all_reduce \"operators\" #1", "all_reduce \"operators\" #1");
 
     // The right thing still works after all that.
@@ -565,7 +587,8 @@ TEST_P(ConformanceWithPeers, AllToAllCountsThatDoNotAgreeNameTheTwoRanks) {
     std::vector<std::int64_t> send(m.size, 2), receive(m.size, 2);
     if (m.rank == 1) receive[0] = 3;
     m.communicator.all_to_all_v(data.data(), send, received.data(), receive, c10::kFloat, m.stream, "tokens");
-    EXPECT_THAT(failure_of(m.stream), AllOf(HasSubstr("\"tokens\""), HasSubstr("rank 0 sends 2 elements to rank 1, which expects 3")));
+    EXPECT_THAT(failure_of(m.stream),
+                AllOf(HasSubstr("\"tokens\""), HasSubstr("rank 0 sends 2 elements to rank 1, which expects 3")));
     m.stream.reset();
   });
 }
@@ -616,8 +639,9 @@ TEST_P(ConformanceWithPeers, ARankThatNeverComesIsNamedOnEveryOtherRank) {
         if (m.rank == m.size - 1) return absence.stay_away(m.communicator);
         float data = 0;
         m.communicator.all_reduce(&data, &data, Elements(1), c10::kFloat, ReduceOp::sum, m.stream, "layers.3:reduce");
-        EXPECT_THAT(failure_of(m.stream), AllOf(HasSubstr("all_reduce \"layers.3:reduce\" #2 of 1 Float"), HasSubstr("waited 200 ms"),
-                                                HasSubstr("missing ranks: " + std::to_string(m.size - 1))));
+        EXPECT_THAT(failure_of(m.stream),
+                    AllOf(HasSubstr("all_reduce \"layers.3:reduce\" #2 of 1 Float"), HasSubstr("waited 200 ms"),
+                          HasSubstr("missing ranks: " + std::to_string(m.size - 1))));
         m.stream.reset();
         absence.failed();
       },
@@ -653,8 +677,8 @@ TEST_P(Conformance, AnErrorThatARankThrowsComesBackAndFreesTheOthers) {
       try {
         m.stream.synchronize();
       } catch (const CommunicationError& error) {
-        EXPECT_THAT(error.what(),
-                    AllOf(HasSubstr("barrier \"step\" #1"), HasSubstr("rank " + std::to_string(failing) + " failed: no more text")));
+        EXPECT_THAT(error.what(), AllOf(HasSubstr("barrier \"step\" #1"),
+                                        HasSubstr("rank " + std::to_string(failing) + " failed: no more text")));
         ++freed;
         throw;
       }
@@ -671,7 +695,8 @@ TEST_P(Conformance, AbortEndsWhatIsPendingWithItsReason) {
     m.communicator.barrier(m.stream, "together");
     m.stream.synchronize();
     const Stream aborted = m.world.runtime()->make_stream("aborted");
-    if (m.size == 1 || m.rank != 0) m.communicator.barrier(aborted, "step");  // pending where there are peers to wait for
+    if (m.size == 1 || m.rank != 0)
+      m.communicator.barrier(aborted, "step");  // pending where there are peers to wait for
     if (m.rank == 0) m.communicator.abort("the user pressed Ctrl-C");
     if (m.size == 1) m.communicator.barrier(aborted, "step");
     if (m.size > 1 && m.rank == 0) return;
@@ -727,8 +752,8 @@ TEST_P(ConformanceWithPeers, AResetThatOneRankMissesNamesIt) {
           m.communicator.reset();
           ADD_FAILURE() << "no error";
         } catch (const CommunicationError& error) {
-          EXPECT_THAT(error.what(),
-                      AllOf(HasSubstr("reset of communicator all waited 200 ms"), HasSubstr("ranks that did not reset: "), HasSubstr("1")));
+          EXPECT_THAT(error.what(), AllOf(HasSubstr("reset of communicator all waited 200 ms"),
+                                          HasSubstr("ranks that did not reset: "), HasSubstr("1")));
         }
       },
       {.deadline = 200ms});
@@ -753,8 +778,10 @@ TEST_P(Conformance, BadArgumentsAreRefusedBeforeAnythingHappens) {
     EXPECT_EQ(refusal([&] { c.all_gather(data, data, Elements(-1), c10::kFloat, m.stream, "g"); }),
               "all_gather \"g\" on communicator all: expected a count of 0 or more elements, got -1");
     EXPECT_EQ(refusal([&] { c.broadcast(data, Elements(1), c10::kFloat, Rank(m.size), m.stream, "b"); }),
-              "broadcast \"b\" on communicator all: expected a rank from 0 to " + std::to_string(m.size - 1) + ", got " + size);
-    EXPECT_THAT(refusal([&] { c.send(data, Elements(1), c10::kFloat, Rank(-1), m.stream, "s"); }), HasSubstr("expected a rank from 0 to"));
+              "broadcast \"b\" on communicator all: expected a rank from 0 to " + std::to_string(m.size - 1) +
+                  ", got " + size);
+    EXPECT_THAT(refusal([&] { c.send(data, Elements(1), c10::kFloat, Rank(-1), m.stream, "s"); }),
+                HasSubstr("expected a rank from 0 to"));
     EXPECT_EQ(refusal([&] { c.send(data, Elements(1), c10::kFloat, c.rank(), m.stream, "s"); }),
               "send \"s\" on communicator all: rank " + std::to_string(m.rank) + " cannot send to itself");
     EXPECT_EQ(refusal([&] { c.receive(data, Elements(1), c10::kFloat, c.rank(), m.stream, "r"); }),
@@ -762,9 +789,9 @@ TEST_P(Conformance, BadArgumentsAreRefusedBeforeAnythingHappens) {
     const std::vector<std::int64_t> right(m.size, 0), longer(m.size + 1, 0);
     auto negative = right;
     negative.back() = -2;
-    EXPECT_EQ(
-        refusal([&] { c.all_to_all_v(data, longer, data, right, c10::kFloat, m.stream, "t"); }),
-        "all_to_all_v \"t\" on communicator all: expected " + size + " send counts (one per rank), got " + std::to_string(m.size + 1));
+    EXPECT_EQ(refusal([&] { c.all_to_all_v(data, longer, data, right, c10::kFloat, m.stream, "t"); }),
+              "all_to_all_v \"t\" on communicator all: expected " + size + " send counts (one per rank), got " +
+                  std::to_string(m.size + 1));
     EXPECT_THAT(refusal([&] { c.all_to_all_v(data, right, data, negative, c10::kFloat, m.stream, "t"); }),
                 HasSubstr("the receive count of rank " + std::to_string(m.size - 1) + " is -2"));
     EXPECT_THAT(refusal([&] { c.barrier(Stream(), "w"); }), HasSubstr("the stream was never created"));
@@ -772,7 +799,8 @@ TEST_P(Conformance, BadArgumentsAreRefusedBeforeAnythingHappens) {
     c.barrier(m.stream, "after");
     m.stream.synchronize();
     if (m.rank == 0) return;
-    EXPECT_THAT(refusal([&] { (void)m.world.create_communicator(std::vector<int>{0}, "others"); }), HasSubstr("is not among its ranks"));
+    EXPECT_THAT(refusal([&] { (void)m.world.create_communicator(std::vector<int>{0}, "others"); }),
+                HasSubstr("is not among its ranks"));
   });
 }
 
@@ -782,9 +810,12 @@ TEST(Communicator, OneThatWasNeverCreatedRefusesEveryOperation) {
   float data[4] = {};
   const Elements one(1);
   EXPECT_FALSE(none);
-  EXPECT_THAT(refusal([&] { none.barrier(stream, "x"); }), HasSubstr("barrier \"x\": this communicator was never created"));
-  EXPECT_THAT(refusal([&] { none.all_reduce(data, data, one, c10::kFloat, ReduceOp::sum, stream, "x"); }), HasSubstr("never created"));
-  EXPECT_THAT(refusal([&] { none.broadcast(data, one, c10::kFloat, Rank(0), stream, "x"); }), HasSubstr("never created"));
+  EXPECT_THAT(refusal([&] { none.barrier(stream, "x"); }),
+              HasSubstr("barrier \"x\": this communicator was never created"));
+  EXPECT_THAT(refusal([&] { none.all_reduce(data, data, one, c10::kFloat, ReduceOp::sum, stream, "x"); }),
+              HasSubstr("never created"));
+  EXPECT_THAT(refusal([&] { none.broadcast(data, one, c10::kFloat, Rank(0), stream, "x"); }),
+              HasSubstr("never created"));
 }
 
 TEST(SimulatedCommunicator, CostsLatencyAndBytesOverTheLink) {
@@ -803,14 +834,16 @@ TEST(SimulatedCommunicator, CostsLatencyAndBytesOverTheLink) {
     const Elements count(1000 * size);
     const auto bytes = count.value() * 4;
     EXPECT_EQ(cost([&] { c.all_gather(nullptr, nullptr, count, c10::kFloat, stream, "g"); }), 500 + bytes * (size - 1));
-    EXPECT_EQ(cost([&] { c.reduce_scatter(nullptr, nullptr, count, c10::kFloat, stream, "r"); }), 500 + bytes * (size - 1));
+    EXPECT_EQ(cost([&] { c.reduce_scatter(nullptr, nullptr, count, c10::kFloat, stream, "r"); }),
+              500 + bytes * (size - 1));
     EXPECT_EQ(cost([&] { c.all_reduce(nullptr, nullptr, count, c10::kFloat, ReduceOp::sum, stream, "a"); }),
               500 + 2 * bytes * (size - 1) / size);
     EXPECT_EQ(cost([&] { c.broadcast(nullptr, count, c10::kBFloat16, Rank(1), stream, "b"); }), 500 + bytes / 2);
     EXPECT_EQ(cost([&] { c.barrier(stream, "w"); }), 500);
     std::vector<std::int64_t> parts(size, 10);
     parts[0] = 1'000'000;  // its own part stays
-    EXPECT_EQ(cost([&] { c.all_to_all_v(nullptr, parts, nullptr, parts, c10::kDouble, stream, "t"); }), 500 + 8 * 10 * (size - 1));
+    EXPECT_EQ(cost([&] { c.all_to_all_v(nullptr, parts, nullptr, parts, c10::kDouble, stream, "t"); }),
+              500 + 8 * 10 * (size - 1));
     EXPECT_EQ(world.runtime()->compute_stream().now(), 0) << "compute pays nothing";
   }
 }
@@ -837,7 +870,8 @@ TEST(RunRanks, SharesTheCoresAndGivesEachRankItsOwnWorld) {
 
 TEST(RunRanks, RefusesImpossibleNumbersOfRanks) {
   for (int size : {0, -1, 257}) {
-    EXPECT_EQ(refusal([&] { run_ranks(size, [](World) {}); }), "expected 1 to 256 in-process ranks, got " + std::to_string(size));
+    EXPECT_EQ(refusal([&] { run_ranks(size, [](World) {}); }),
+              "expected 1 to 256 in-process ranks, got " + std::to_string(size));
   }
 }
 

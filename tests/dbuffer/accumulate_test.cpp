@@ -95,7 +95,11 @@ TEST(Accumulate, RefusesDtypesThatAreNoGradients) {
   std::int64_t whole = 0;
   float real = 0;
   try {
-    accumulate_on_cpu({.destination = &whole, .destination_dtype = c10::kLong, .source = &real, .source_dtype = c10::kFloat, .count = 1});
+    accumulate_on_cpu({.destination = &whole,
+                       .destination_dtype = c10::kLong,
+                       .source = &real,
+                       .source_dtype = c10::kFloat,
+                       .count = 1});
     FAIL() << "no error";
   } catch (const UsageError& error) {
     EXPECT_STREQ(error.what(), "gradients cannot be Long: expected Float, Double, BFloat16 or Half");
@@ -143,8 +147,10 @@ TEST(UnusedMark, SurvivesOnlyWhenNothingCameInAndNothingWasThere) {
             for (bool overwrite : {false, true}) {
               std::vector<D> destination = {static_cast<D>(there)};
               accumulate(destination, std::vector<S>{static_cast<S>(in)}, divisor, overwrite, {7}, 7);
-              const bool nothing_in = in == 0 && std::signbit(in), nothing_there = overwrite || (there == 0 && std::signbit(there));
-              EXPECT_EQ(unused(destination[0]), nothing_in && nothing_there) << there << " and " << in << ", overwrite " << overwrite;
+              const bool nothing_in = in == 0 && std::signbit(in),
+                         nothing_there = overwrite || (there == 0 && std::signbit(there));
+              EXPECT_EQ(unused(destination[0]), nothing_in && nothing_there)
+                  << there << " and " << in << ", overwrite " << overwrite;
             }
           }
         }

@@ -241,7 +241,9 @@ struct Place {
     stream = world.runtime()->make_stream("s");
   }
 
-  [[nodiscard]] DBuffer buffer(PlacementList placements) const { return {mesh, layout, std::move(placements), c10::kFloat, kReleased}; }
+  [[nodiscard]] DBuffer buffer(PlacementList placements) const {
+    return {mesh, layout, std::move(placements), c10::kFloat, kReleased};
+  }
 };
 
 void fill(const DBuffer& buffer, const std::function<float(std::int64_t)>& value) {
@@ -272,7 +274,8 @@ TEST(Gather, FillsEveryPlacementItCanReach) {
           fill(to, [](std::int64_t) { return NAN; });
           gather(from, to, place.stream, "unshard");
           place.stream.synchronize();
-          EXPECT_EQ(first_wrong(to, to.range(), weight), -1) << to_string(from_placements) << " to " << to_string(to_placements);
+          EXPECT_EQ(first_wrong(to, to.range(), weight), -1)
+              << to_string(from_placements) << " to " << to_string(to_placements);
           EXPECT_EQ(first_wrong(from, from.range(), weight), -1) << "the source changed";
         }
       }
@@ -363,7 +366,8 @@ TEST(DBuffer, GivesTensorsTheirShapesAndPiecesTheirPlace) {
       EXPECT_EQ(piece, intersect(share.range(), place.layout->tensors()[t]));
     }
     std::int64_t total = held;
-    place.mesh->communicator(0, Use::reduce).all_reduce(&held, &total, Elements(1), c10::kLong, ReduceOp::sum, place.stream, "count");
+    place.mesh->communicator(0, Use::reduce)
+        .all_reduce(&held, &total, Elements(1), c10::kLong, ReduceOp::sum, place.stream, "count");
     place.stream.synchronize();
     EXPECT_EQ(total, 3 + 0 + 129 + 1 + 400) << "every element lies on one rank";
   });

@@ -32,9 +32,9 @@ const std::vector<std::vector<std::int64_t>>& tensor_lists() {
 }
 
 const std::vector<std::vector<int>>& meshes() {
-  static const std::vector<std::vector<int>> sizes = {{1},    {2},    {3},       {4},       {5},       {6},       {7},      {8},
-                                                      {9},    {1, 1}, {1, 4},    {4, 1},    {2, 2},    {2, 3},    {3, 2},   {3, 3},
-                                                      {2, 4}, {4, 2}, {1, 2, 1}, {2, 2, 2}, {1, 3, 3}, {2, 1, 3}, {3, 1, 2}};
+  static const std::vector<std::vector<int>> sizes = {
+      {1},    {2},    {3},    {4},    {5},    {6},    {7},       {8},       {9},       {1, 1},    {1, 4},   {4, 1},
+      {2, 2}, {2, 3}, {3, 2}, {3, 3}, {2, 4}, {4, 2}, {1, 2, 1}, {2, 2, 2}, {1, 3, 3}, {2, 1, 3}, {3, 1, 2}};
   return sizes;
 }
 
@@ -59,7 +59,8 @@ std::vector<std::vector<int>> all_coordinates(const std::vector<int>& sizes) {
   const int ranks = std::accumulate(sizes.begin(), sizes.end(), 1, std::multiplies<>());
   for (int rank = 0; rank < ranks; ++rank) {
     std::vector<int> c(sizes.size());
-    for (int rest = rank, axis = static_cast<int>(sizes.size()); axis-- > 0; rest /= sizes[axis]) c[axis] = rest % sizes[axis];
+    for (int rest = rank, axis = static_cast<int>(sizes.size()); axis-- > 0; rest /= sizes[axis])
+      c[axis] = rest % sizes[axis];
     coordinates.push_back(c);
   }
   return coordinates;
@@ -117,7 +118,8 @@ TEST(GlobalLayout, ShardsAreEqualAlignedAndCoverEverythingOnce) {
           ASSERT_EQ(shard.end % kAlignment, 0);
           ASSERT_GE(shard.begin, 0);
           ASSERT_LE(shard.end, padded);
-          for (auto block = shard.begin / kAlignment; block < shard.end / kAlignment; ++block) ++copies[static_cast<std::size_t>(block)];
+          for (auto block = shard.begin / kAlignment; block < shard.end / kAlignment; ++block)
+            ++copies[static_cast<std::size_t>(block)];
         }
         for (int count : copies) ASSERT_EQ(count, ranks / pieces);  // once a replica
       }
@@ -133,8 +135,10 @@ TEST(GlobalLayout, TheLastFlatAxisMakesTheLargePiecesAndTheFirstTheSmallest) {
       const std::vector<int> at = {outer, inner};
       const std::int64_t begin = (inner * 2 + outer) * kAlignment;
       EXPECT_EQ(layout.shard({flat, flat}, sizes, at), (ElementRange{begin, begin + kAlignment}));
-      EXPECT_EQ(layout.shard({replicate, flat}, sizes, at), (ElementRange{inner * 2 * kAlignment, (inner + 1) * 2 * kAlignment}));
-      EXPECT_EQ(layout.shard({flat, replicate}, sizes, at), (ElementRange{outer * 3 * kAlignment, (outer + 1) * 3 * kAlignment}));
+      EXPECT_EQ(layout.shard({replicate, flat}, sizes, at),
+                (ElementRange{inner * 2 * kAlignment, (inner + 1) * 2 * kAlignment}));
+      EXPECT_EQ(layout.shard({flat, replicate}, sizes, at),
+                (ElementRange{outer * 3 * kAlignment, (outer + 1) * 3 * kAlignment}));
       EXPECT_EQ(layout.shard({replicate, partial}, sizes, at), (ElementRange{0, 6 * kAlignment}));
     }
   }

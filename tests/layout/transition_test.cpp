@@ -16,7 +16,9 @@
 
 namespace fsdp {
 
-void PrintTo(const RedistributionStep& step, std::ostream* out) { *out << to_string(step.transition) << "@" << step.axis; }
+void PrintTo(const RedistributionStep& step, std::ostream* out) {
+  *out << to_string(step.transition) << "@" << step.axis;
+}
 
 }  // namespace fsdp
 
@@ -62,8 +64,8 @@ std::string code(const PlacementList& from, const PlacementList& to) {
 }
 
 TEST(Transition, TableOfTwoAxes) {
-  const PlacementList rr{replicate, replicate}, rp{replicate, partial}, rf{replicate, flat}, pr{partial, replicate}, pp{partial, partial},
-      pf{partial, flat}, fr{flat, replicate}, fp{flat, partial}, ff{flat, flat};
+  const PlacementList rr{replicate, replicate}, rp{replicate, partial}, rf{replicate, flat}, pr{partial, replicate},
+      pp{partial, partial}, pf{partial, flat}, fr{flat, replicate}, fp{flat, partial}, ff{flat, flat};
   const std::vector<PlacementList> all = {rr, rp, rf, pr, pp, pf, fr, fp, ff};
   const std::string x = "refused";
   // clang-format off
@@ -91,15 +93,16 @@ TEST(Transition, RefusalsNameBothPlacementsAndTheAxes) {
               (void)plan_redistribution({flat}, {flat, flat});
             }),
             "cannot redistribute (flat) to (flat, flat): the numbers of axes differ");
-  EXPECT_EQ(
-      refusal([] {
-        (void)plan_redistribution({flat, partial}, {flat, flat});
-      }),
-      "cannot redistribute (flat, partial) to (flat, flat): axis 1 would be split after the finer axis 0; put it first or gather that one");
+  EXPECT_EQ(refusal([] {
+              (void)plan_redistribution({flat, partial}, {flat, flat});
+            }),
+            "cannot redistribute (flat, partial) to (flat, flat): axis 1 would be split after the finer axis 0; put it "
+            "first or gather that one");
   EXPECT_EQ(refusal([] {
               (void)plan_redistribution({flat, flat}, {flat, replicate});
             }),
-            "cannot redistribute (flat, flat) to (flat, replicate): axis 1 cannot be gathered while the finer axis 0 stays flat");
+            "cannot redistribute (flat, flat) to (flat, replicate): axis 1 cannot be gathered while the finer axis 0 "
+            "stays flat");
   EXPECT_EQ(refusal([] {
               (void)plan_redistribution({replicate, flat}, {replicate, partial});
             }),
@@ -158,7 +161,8 @@ class Ranks {
   [[nodiscard]] std::string check(const PlacementList& placements, const std::vector<Piece>& pieces) const {
     std::map<std::vector<int>, std::map<std::int64_t, double>> sums;  // [coordinates with partial axes at -1][element]
     for (int rank = 0; rank < count_; ++rank) {
-      if (!(pieces[rank].range == shard(placements, rank))) return "rank " + std::to_string(rank) + " holds another range";
+      if (!(pieces[rank].range == shard(placements, rank)))
+        return "rank " + std::to_string(rank) + " holds another range";
       auto key = coordinates(rank);
       for (std::size_t axis = 0; axis < key.size(); ++axis) {
         if (placements[axis] == partial) key[axis] = -1;
@@ -175,7 +179,8 @@ class Ranks {
   }
 
   // One step; `placements` are those before it and become those after it.
-  void run(const RedistributionStep& step, PlacementList& placements, Placement target, std::vector<Piece>& pieces) const {
+  void run(const RedistributionStep& step, PlacementList& placements, Placement target,
+           std::vector<Piece>& pieces) const {
     std::vector<Piece> next(count_);
     placements[step.axis] = target;
     for (int rank = 0; rank < count_; ++rank) {
@@ -197,7 +202,8 @@ class Ranks {
       const auto share = next[rank].range.length();
       switch (step.transition) {
         case all_gather:
-          for (int peer : peers) next[rank].values.insert(next[rank].values.end(), pieces[peer].values.begin(), pieces[peer].values.end());
+          for (int peer : peers)
+            next[rank].values.insert(next[rank].values.end(), pieces[peer].values.begin(), pieces[peer].values.end());
           break;
         case reduce_scatter:
           next[rank].values = sum(me * share, share);
@@ -206,7 +212,8 @@ class Ranks {
           next[rank].values = sum(0, share);
           break;
         case slice:
-          next[rank].values.assign(pieces[rank].values.begin() + me * share, pieces[rank].values.begin() + (me + 1) * share);
+          next[rank].values.assign(pieces[rank].values.begin() + me * share,
+                                   pieces[rank].values.begin() + (me + 1) * share);
           break;
         case relabel:
           next[rank].values = pieces[rank].values;
@@ -256,7 +263,8 @@ void prove(const std::vector<int>& sizes, int& legal) {
       PlacementList placements = from;
       for (const auto& step : steps) ranks.run(step, placements, to[step.axis], pieces);
       ASSERT_EQ(placements, to);
-      ASSERT_EQ(ranks.check(to, pieces), "") << to_string(from) << " to " << to_string(to) << " by " << ::testing::PrintToString(steps);
+      ASSERT_EQ(ranks.check(to, pieces), "")
+          << to_string(from) << " to " << to_string(to) << " by " << ::testing::PrintToString(steps);
     }
   }
 }
@@ -274,13 +282,15 @@ TEST(Transition, EveryPlanOfUpToThreeAxesMovesTheRightData) {
 }
 
 TEST(Transition, SplitsRunFromTheLastAxisAndGathersFromTheFirst) {
-  EXPECT_THAT(
-      plan_redistribution({partial, partial, partial}, {flat, flat, flat}),
-      ElementsAre(RedistributionStep{2, reduce_scatter}, RedistributionStep{1, reduce_scatter}, RedistributionStep{0, reduce_scatter}));
+  EXPECT_THAT(plan_redistribution({partial, partial, partial}, {flat, flat, flat}),
+              ElementsAre(RedistributionStep{2, reduce_scatter}, RedistributionStep{1, reduce_scatter},
+                          RedistributionStep{0, reduce_scatter}));
   EXPECT_THAT(plan_redistribution({flat, flat, flat}, {replicate, replicate, replicate}),
-              ElementsAre(RedistributionStep{0, all_gather}, RedistributionStep{1, all_gather}, RedistributionStep{2, all_gather}));
+              ElementsAre(RedistributionStep{0, all_gather}, RedistributionStep{1, all_gather},
+                          RedistributionStep{2, all_gather}));
   EXPECT_THAT(plan_redistribution({partial, partial, partial}, {replicate, flat, replicate}),
-              ElementsAre(RedistributionStep{1, reduce_scatter}, RedistributionStep{2, all_reduce}, RedistributionStep{0, all_reduce}))
+              ElementsAre(RedistributionStep{1, reduce_scatter}, RedistributionStep{2, all_reduce},
+                          RedistributionStep{0, all_reduce}))
       << "all-reduces run on the smaller data";
 }
 

@@ -43,7 +43,8 @@ TEST(DeviceMesh, LaysRanksOutRowMajorAndConnectsEveryAxis) {
     const int ranks = std::accumulate(sizes.begin(), sizes.end(), 1, std::multiplies<>());
     run_ranks(ranks, [&](World world) {
       std::vector<MeshAxis> axes;
-      for (std::size_t axis = 0; axis < sizes.size(); ++axis) axes.push_back({"axis" + std::to_string(axis), sizes[axis]});
+      for (std::size_t axis = 0; axis < sizes.size(); ++axis)
+        axes.push_back({"axis" + std::to_string(axis), sizes[axis]});
       const DeviceMesh mesh(world, axes);
       ASSERT_EQ(mesh.axis_count(), static_cast<int>(sizes.size()));
       const auto rank = static_cast<int>(world.rank().value());
@@ -86,7 +87,8 @@ TEST(DeviceMesh, GathersAndReductionsOfAnAxisDoNotSerialise) {
                 mesh.communicator(0, Use::gather).all_gather(&mine, all, Elements(1), c10::kLong, s, "gather");
               };
               const auto reduce = [&](const Stream& s) {
-                mesh.communicator(0, Use::reduce).all_reduce(&mine, &sum, Elements(1), c10::kLong, ReduceOp::sum, s, "reduce");
+                mesh.communicator(0, Use::reduce)
+                    .all_reduce(&mine, &sum, Elements(1), c10::kLong, ReduceOp::sum, s, "reduce");
               };
               if (world.rank() == Rank(0)) {
                 gather(a);
@@ -127,7 +129,8 @@ TEST(DeviceMesh, CanBeBuiltOverCommunicatorsOfTheCaller) {
   run_ranks(4, [](World world) {
     const int rank = static_cast<int>(world.rank().value());
     const std::vector<int> pair = {rank / 2 * 2, rank / 2 * 2 + 1};
-    const Communicator gather = world.create_communicator(pair, "my gather"), reduce = world.create_communicator(pair, "my reduce");
+    const Communicator gather = world.create_communicator(pair, "my gather"),
+                       reduce = world.create_communicator(pair, "my reduce");
     const DeviceMesh mesh(world, {"pair"}, {{gather, reduce}});
     EXPECT_EQ(mesh.describe(), "pair=2");
     EXPECT_EQ(mesh.coordinate(0), rank % 2);
@@ -145,7 +148,8 @@ TEST(DeviceMesh, RefusesCommunicatorsThatDoNotFitTogether) {
   };
   EXPECT_EQ(make({"a", "b"}, {{four, four}}), "expected one pair of communicators per axis: 2 axes, 1 pairs");
   EXPECT_EQ(make({"a"}, {{four, Communicator()}}), "axis \"a\": both communicators must be created");
-  EXPECT_EQ(make({"a"}, {{four, two}}), "axis \"a\": the gather communicator has rank 0 of 4, the reduce communicator rank 0 of 2");
+  EXPECT_EQ(make({"a"}, {{four, two}}),
+            "axis \"a\": the gather communicator has rank 0 of 4, the reduce communicator rank 0 of 2");
   EXPECT_EQ(make({"a", "a"}, {{four, four}, {two, two}}), "the mesh a=4 x a=2 has two axes named \"a\"");
 }
 
@@ -168,7 +172,8 @@ TEST(World, SingleIsOneRankWithWorkingCommunicators) {
   EXPECT_EQ(world.rank(), Rank(0));
   EXPECT_EQ(world.size(), 1);
   EXPECT_EQ(world.backend_name(), "single");
-  EXPECT_EQ(members(DeviceMesh(world, {{"dp", 1}}).communicator(0, Use::gather), world), (std::vector<std::int64_t>{0}));
+  EXPECT_EQ(members(DeviceMesh(world, {{"dp", 1}}).communicator(0, Use::gather), world),
+            (std::vector<std::int64_t>{0}));
 }
 
 TEST(World, RefusesGroupsWithoutThisRankOrOutOfOrder) {
@@ -177,14 +182,17 @@ TEST(World, RefusesGroupsWithoutThisRankOrOutOfOrder) {
               (void)world.create_communicator(std::vector<int>{1, 2}, "g");
             }),
             "communicator g: rank 0 is not among its ranks");
-  EXPECT_EQ(refusal([&] { (void)world.create_communicator(std::vector<int>{1, 0}, "g"); }), "communicator g: expected ascending ranks");
+  EXPECT_EQ(refusal([&] {
+              (void)world.create_communicator(std::vector<int>{1, 0}, "g");
+            }),
+            "communicator g: expected ascending ranks");
   EXPECT_EQ(refusal([&] { (void)World::simulated(0); }), "a simulated world needs at least 1 rank, got 0");
 }
 
 class WorldFromEnvironment : public ::testing::Test {
  protected:
-  static constexpr const char* kNames[] = {"RANK",         "WORLD_SIZE",          "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-                                           "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"};
+  static constexpr const char* kNames[] = {
+      "RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"};
   void SetUp() override { clear(); }
   void TearDown() override { clear(); }
   static void clear() {
@@ -214,13 +222,17 @@ TEST_F(WorldFromEnvironment, RefusesSeveralProcessesNamingTheLauncher) {
   EXPECT_THAT(join("RANK", "2", "WORLD_SIZE", "4"), HasSubstr("torchrun started 4 processes (WORLD_SIZE)"));
   EXPECT_THAT(join("OMPI_COMM_WORLD_RANK", "0", "OMPI_COMM_WORLD_SIZE", "2"),
               HasSubstr("mpirun started 2 processes (OMPI_COMM_WORLD_SIZE)"));
-  EXPECT_THAT(join("SLURM_PROCID", "0", "SLURM_STEP_NUM_TASKS", "3"), HasSubstr("srun started 3 processes (SLURM_STEP_NUM_TASKS)"));
+  EXPECT_THAT(join("SLURM_PROCID", "0", "SLURM_STEP_NUM_TASKS", "3"),
+              HasSubstr("srun started 3 processes (SLURM_STEP_NUM_TASKS)"));
 }
 
 TEST_F(WorldFromEnvironment, RefusesImpossibleValues) {
-  EXPECT_EQ(join("RANK", "4", "WORLD_SIZE", "4"), "torchrun set RANK=4 and WORLD_SIZE=4; expected a rank below the size");
-  EXPECT_EQ(join("RANK", "-1", "WORLD_SIZE", "1"), "torchrun set RANK=-1 and WORLD_SIZE=1; expected a rank below the size");
-  EXPECT_EQ(join("RANK", "0", "WORLD_SIZE", "0"), "torchrun set RANK=0 and WORLD_SIZE=0; expected a rank below the size");
+  EXPECT_EQ(join("RANK", "4", "WORLD_SIZE", "4"),
+            "torchrun set RANK=4 and WORLD_SIZE=4; expected a rank below the size");
+  EXPECT_EQ(join("RANK", "-1", "WORLD_SIZE", "1"),
+            "torchrun set RANK=-1 and WORLD_SIZE=1; expected a rank below the size");
+  EXPECT_EQ(join("RANK", "0", "WORLD_SIZE", "0"),
+            "torchrun set RANK=0 and WORLD_SIZE=0; expected a rank below the size");
   EXPECT_EQ(join("RANK", "zero", "WORLD_SIZE", "1"), "environment variable RANK is \"zero\", expected a whole number");
 }
 

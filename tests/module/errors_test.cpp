@@ -3,8 +3,8 @@
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
-#include <filesystem>
 #include <torch/nn/modules/linear.h>
+#include <filesystem>
 
 #include "tests/support/train.h"
 
@@ -16,7 +16,9 @@ void expect_refused(const std::function<void()>& action, const std::vector<std::
     action();
     ADD_FAILURE() << "not refused; expected: " << parts[0];
   } catch (const UsageError& error) {
-    for (const auto& part : parts) EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << "\"" << error.what() << "\" lacks \"" << part << "\"";
+    for (const auto& part : parts)
+      EXPECT_NE(std::string(error.what()).find(part), std::string::npos)
+          << "\"" << error.what() << "\" lacks \"" << part << "\"";
   }
 }
 
@@ -25,8 +27,10 @@ TEST(Errors, FullyShardRefusesWhatCannotWork) {
   DeviceMesh mesh(world, {{"dp", 1}});
   auto context = FsdpContext::create(mesh);
   auto model = make_toy_model();
-  expect_refused([&] { context->fully_shard(std::make_shared<torch::nn::LinearImpl>(2, 2), {}); }, {"LinearImpl", "has no hooks", "FSDP_MODULE"});
-  expect_refused([&] { context->fully_shard(model, {.placements = zero3("nowhere")}); }, {"has no axis \"nowhere\"", "dp=1"});
+  expect_refused([&] { context->fully_shard(std::make_shared<torch::nn::LinearImpl>(2, 2), {}); },
+                 {"LinearImpl", "has no hooks", "FSDP_MODULE"});
+  expect_refused([&] { context->fully_shard(model, {.placements = zero3("nowhere")}); },
+                 {"has no axis \"nowhere\"", "dp=1"});
   expect_refused([&] { context->fully_shard(model, {.gradient_divisor = 0.0}); }, {"gradient_divisor is 0"});
   expect_refused([&] { context->fully_shard(std::vector<ModuleRef>{}, {}); }, {"no module given"});
   expect_refused([&] { context->fully_shard({model->blocks[0], model->blocks[0]}, {}); }, {"given twice"});
@@ -36,7 +40,8 @@ TEST(Errors, FullyShardRefusesWhatCannotWork) {
   for (auto& p : model->parameters()) EXPECT_NO_THROW((void)(p + 1));  // nothing was changed
   context->fully_shard(model, {});
   expect_refused([&] { context->fully_shard(model, {}); }, {"is a unit already"});
-  expect_refused([&] { context->fully_shard(model->blocks[0], {}); }, {"already belongs to unit", "children units before their parents"});
+  expect_refused([&] { context->fully_shard(model->blocks[0], {}); },
+                 {"already belongs to unit", "children units before their parents"});
   auto other = FsdpContext::create(mesh);
   expect_refused([&] { other->fully_shard(model, {}); }, {"unit of another context"});
   (void)toy_loss(model, 1);
@@ -60,25 +65,28 @@ TEST(Errors, WeightsSharedByTwoUnitsAreRefusedByName) {
 }
 
 TEST(Errors, AnExceptionInForwardOnOneRankReachesTheOthersAndResetRecovers) {
-  run_ranks(2, [](World world) {
-    auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}));
-    auto model = make_toy_model();
-    shard_toy_model(*context, model, {});
-    toy_loss(model, 1).backward();
-    const auto expected = context->full_gradient("blocks.1.up.weight");
-    const bool failing = world.rank().value() == 1;
-    bool threw = false;
-    try {
-      const auto x = failing ? random({4, kToyInputs + 1}, 1) : random({4, kToyInputs}, 1);  // wrong width on one rank
-      model->forward(x).sum().backward();
-    } catch (const std::exception&) {
-      threw = true;
-      context->reset();
-    }
-    EXPECT_TRUE(threw) << "rank " << world.rank().value();
-    toy_loss(model, 1).backward();
-    EXPECT_TRUE(at::equal(context->full_gradient("blocks.1.up.weight"), expected));
-  }, {.deadline = std::chrono::seconds(30)});
+  run_ranks(2,
+            [](World world) {
+              auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}));
+              auto model = make_toy_model();
+              shard_toy_model(*context, model, {});
+              toy_loss(model, 1).backward();
+              const auto expected = context->full_gradient("blocks.1.up.weight");
+              const bool failing = world.rank().value() == 1;
+              bool threw = false;
+              try {
+                const auto x =
+                    failing ? random({4, kToyInputs + 1}, 1) : random({4, kToyInputs}, 1);  // wrong width on one rank
+                model->forward(x).sum().backward();
+              } catch (const std::exception&) {
+                threw = true;
+                context->reset();
+              }
+              EXPECT_TRUE(threw) << "rank " << world.rank().value();
+              toy_loss(model, 1).backward();
+              EXPECT_TRUE(at::equal(context->full_gradient("blocks.1.up.weight"), expected));
+            },
+            {.deadline = std::chrono::seconds(30)});
 }
 
 struct BombImpl : torch::nn::Module {
@@ -93,48 +101,57 @@ struct BombImpl : torch::nn::Module {
 FSDP_MODULE(Bomb);
 
 TEST(Errors, AnExceptionInBackwardIsFollowedByAdviceAndResetRecovers) {
-  run_ranks(2, [](World world) {
-    auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}));
-    Bomb model;
-    context->fully_shard(model, {});
-    EXPECT_THROW(model->forward(at::ones({4}), true).sum().backward(), std::runtime_error);
-    expect_refused([&] { (void)model->forward(at::ones({4}), false); }, {"previous backward ended with an exception", "context->reset()"});
-    context->reset();
-    model->forward(at::ones({4}), false).sum().backward();
-    EXPECT_TRUE(at::equal(context->full_gradient("weight"), at::ones({4})));
-  }, {.deadline = std::chrono::seconds(30)});
+  run_ranks(2,
+            [](World world) {
+              auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}));
+              Bomb model;
+              context->fully_shard(model, {});
+              EXPECT_THROW(model->forward(at::ones({4}), true).sum().backward(), std::runtime_error);
+              expect_refused([&] { (void)model->forward(at::ones({4}), false); },
+                             {"previous backward ended with an exception", "context->reset()"});
+              context->reset();
+              model->forward(at::ones({4}), false).sum().backward();
+              EXPECT_TRUE(at::equal(context->full_gradient("weight"), at::ones({4})));
+            },
+            {.deadline = std::chrono::seconds(30)});
 }
 
 TEST(Errors, RanksThatRunDifferentUnitsFailWithBothNames) {
   std::string message;
   std::mutex mutex;
-  EXPECT_THROW(run_ranks(2, [&](World world) {
-    auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}), {.prefetch = Prefetch::none()});
-    auto model = make_toy_model();
-    for (auto& block : *model->blocks) context->fully_shard(block, {});
-    const std::size_t chosen = world.rank().value() == 0 ? 0 : 1;
-    try {
-      (void)model->blocks[chosen]->as<fsdp::Hooked<ToyBlockImpl>>()->forward(random({2, 7}, 1));
-      (void)context->memory_report();
-    } catch (const CommunicationError& error) {
-      std::lock_guard lock(mutex);
-      message = error.what();
-      throw;
-    }
-  }, {.deadline = std::chrono::seconds(30)}), CommunicationError);
+  EXPECT_THROW(
+      run_ranks(2,
+                [&](World world) {
+                  auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}), {.prefetch = Prefetch::none()});
+                  auto model = make_toy_model();
+                  for (auto& block : *model->blocks) context->fully_shard(block, {});
+                  const std::size_t chosen = world.rank().value() == 0 ? 0 : 1;
+                  try {
+                    (void)model->blocks[chosen]->as<fsdp::Hooked<ToyBlockImpl>>()->forward(random({2, 7}, 1));
+                    (void)context->memory_report();
+                  } catch (const CommunicationError& error) {
+                    std::lock_guard lock(mutex);
+                    message = error.what();
+                    throw;
+                  }
+                },
+                {.deadline = std::chrono::seconds(30)}),
+      CommunicationError);
   EXPECT_NE(message.find("FSDP:<root>:unshard"), std::string::npos) << message;
   EXPECT_NE(message.find("FSDP:#1/<root>:unshard"), std::string::npos) << message;
 }
 
 TEST(Errors, ARankThatLeavesEndsTheOthersWithinTheDeadline) {
   try {
-    run_ranks(2, [](World world) {
-      auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}));
-      auto model = make_toy_model();
-      shard_toy_model(*context, model, {});
-      if (world.rank().value() == 1) return;  // never joins the first gather
-      toy_loss(model, 1).backward();
-    }, {.deadline = std::chrono::milliseconds(300)});
+    run_ranks(2,
+              [](World world) {
+                auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}));
+                auto model = make_toy_model();
+                shard_toy_model(*context, model, {});
+                if (world.rank().value() == 1) return;  // never joins the first gather
+                toy_loss(model, 1).backward();
+              },
+              {.deadline = std::chrono::milliseconds(300)});
     ADD_FAILURE() << "no error";
   } catch (const CommunicationError& error) {
     const std::string text = error.what();

@@ -6,9 +6,11 @@
 #include <ATen/ops/zeros.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/container/sequential.h>
 
 #include <map>
 
+#include "tests/support/stack_model.h"
 #include "tests/support/train.h"
 
 namespace fsdp::testing {
@@ -65,28 +67,32 @@ TEST(Lifecycle, ReadingAReleasedWeightThrowsWithUnitParametersAndAdvice) {
 
 TEST(Lifecycle, WeightsReadInAScopeAreTheOptimizersLatest) {
   for (const Strategy& strategy : {zero1("dp"), zero3("dp")}) {
-    run_toy(2, [](ToyRank& r) {
-      Sgd optimizer(*r.context, {.learning_rate = 1.0});
-      toy_loss(r.model, 1).backward();
-      optimizer.step();
-      auto scope = r.context->unshard_scope(r.context->unit("blocks.0"));
-      const auto latest = r.context->full_parameter("blocks.0.up.weight").to(at::kBFloat16);
-      EXPECT_TRUE(at::equal(r.model->blocks[0]->as<ToyBlockImpl>()->up->weight, latest));
-    }, {}, {.placements = strategy, .mixed_precision = {.param_dtype = at::kBFloat16}});
+    run_toy(2,
+            [](ToyRank& r) {
+              Sgd optimizer(*r.context, {.learning_rate = 1.0});
+              toy_loss(r.model, 1).backward();
+              optimizer.step();
+              auto scope = r.context->unshard_scope(r.context->unit("blocks.0"));
+              const auto latest = r.context->full_parameter("blocks.0.up.weight").to(at::kBFloat16);
+              EXPECT_TRUE(at::equal(r.model->blocks[0]->as<ToyBlockImpl>()->up->weight, latest));
+            },
+            {}, {.placements = strategy, .mixed_precision = {.param_dtype = at::kBFloat16}});
   }
 }
 
 TEST(Lifecycle, WeightsWrittenInsideAnAccumulationWindowAreSeen) {
-  run_toy(2, [](ToyRank& r) {
-    auto scope = r.context->no_sync();
-    const double before = toy_loss(r.model, 1).item<double>();
-    toy_loss(r.model, 1).backward();
-    {
-      at::NoGradGuard no_grad;
-      for (auto& leaf : r.context->parameters()) leaf.mul_(0.5);
-    }
-    EXPECT_NE(toy_loss(r.model, 1).item<double>(), before);
-  }, {}, {.placements = zero1("dp")});
+  run_toy(2,
+          [](ToyRank& r) {
+            auto scope = r.context->no_sync();
+            const double before = toy_loss(r.model, 1).item<double>();
+            toy_loss(r.model, 1).backward();
+            {
+              at::NoGradGuard no_grad;
+              for (auto& leaf : r.context->parameters()) leaf.mul_(0.5);
+            }
+            EXPECT_NE(toy_loss(r.model, 1).item<double>(), before);
+          },
+          {}, {.placements = zero1("dp")});
 }
 
 TEST(Lifecycle, AnEvaluationLeavesNothingGatheredAndChangesNothing) {
@@ -213,7 +219,9 @@ TEST(Lifecycle, MaterializedValuesDoNotDependOnTheNumberOfRanks) {
       shard_toy_model(*context, model, {});
       EXPECT_THROW((void)toy_loss(model, 1), UsageError);
       context->reset();
-      context->materialize([](const std::string&, at::Tensor& whole, at::Generator& generator) { whole.normal_(0, 1, generator); }, {.seed = 3});
+      context->materialize(
+          [](const std::string&, at::Tensor& whole, at::Generator& generator) { whole.normal_(0, 1, generator); },
+          {.seed = 3});
       std::map<std::string, at::Tensor> values;
       for (auto& [name, leaf] : context->named_parameters()) values[name] = context->full_parameter(name);
       if (world.rank().value() == 0) {
@@ -258,6 +266,48 @@ TEST(Lifecycle, SeveralModulesFormOneUnit) {
   });
 }
 
+TEST(Lifecycle, HooksRunThroughSequentialAndCopiesOfTheHolder) {
+  run_ranks(2, [](World world) {
+    auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}));
+    Layer first(4, at::kCPU), second(4, at::kCPU);
+    Layer copy = second;
+    torch::nn::Sequential sequential(first, second);
+    context->fully_shard(first, {});
+    context->fully_shard(copy, {});
+    sequential->forward(at::ones({2, 4})).sum().backward();
+    EXPECT_EQ(context->counters().reductions, 2);
+    EXPECT_TRUE(at::equal(context->full_gradient("#1/weight"), at::ones({4, 4}) * 8));
+    EXPECT_EQ(second(at::ones({1, 4})).sum().item<double>(), 16);
+  });
+}
+
+TEST(Lifecycle, StridesScalarsAndEmptyTensorsComeBackAsTheyWere) {
+  struct OddImpl : torch::nn::Module {
+    OddImpl() {
+      transposed = register_parameter("transposed", random({3, 5}, 1).t());
+      empty = register_parameter("empty", at::ones({0, 4}));
+      scalar = register_parameter("scalar", at::ones({}) * 3);
+    }
+    at::Tensor forward(at::Tensor x) { return (transposed.matmul(x) * scalar).square().sum() + empty.sum(); }
+    at::Tensor transposed, empty, scalar;
+  };
+  OddImpl reference;
+  reference.forward(random({3, 2}, 2)).backward();
+  for (int ranks : {1, 2, 5}) {
+    run_ranks(ranks, [&](World world) {
+      auto context = FsdpContext::create(DeviceMesh(world, {{"dp", world.size()}}));
+      auto model = std::make_shared<Hooked<OddImpl>>();
+      context->fully_shard(model, {});
+      EXPECT_EQ(model->transposed.strides(), reference.transposed.strides());
+      model->forward(random({3, 2}, 2)).backward();
+      for (auto& item : reference.named_parameters()) {
+        EXPECT_TRUE(at::allclose(context->full_gradient(item.key()), item.value().grad(), 1e-5, 1e-6)) << item.key();
+        EXPECT_TRUE(at::equal(context->full_parameter(item.key()), item.value())) << item.key();
+      }
+    });
+  }
+}
+
 TEST(Lifecycle, UserHooksOnParametersRun) {
   run_toy(2, [](ToyRank& r) {
     auto weight = r.model->blocks[0]->as<ToyBlockImpl>()->gain;
@@ -270,7 +320,8 @@ TEST(Lifecycle, UserHooksOnParametersRun) {
     toy_loss(reference, 1).backward();
     toy_loss(r.model, 1).backward();
     EXPECT_EQ(calls, 1);
-    EXPECT_TRUE(at::allclose(r.context->full_gradient("blocks.0.gain"), reference->blocks[0]->as<ToyBlockImpl>()->gain.grad() * 2, 1e-5, 1e-6));
+    EXPECT_TRUE(at::allclose(r.context->full_gradient("blocks.0.gain"),
+                             reference->blocks[0]->as<ToyBlockImpl>()->gain.grad() * 2, 1e-5, 1e-6));
   });
 }
 
@@ -332,7 +383,8 @@ TEST(Lifecycle, FinishGradSyncNamesUnitsWithHalfTheirGradients) {
       context->finish_grad_sync();
       ADD_FAILURE() << "no error";
     } catch (const UsageError& error) {
-      EXPECT_NE(std::string(error.what()).find("unit \"blocks.0\" still waits for 5 of 6 gradients"), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find("unit \"blocks.0\" still waits for 5 of 6 gradients"), std::string::npos)
+          << error.what();
     }
     context->reset();
     for (const auto& unit : context->units()) unit->unshard();
@@ -360,8 +412,8 @@ TEST(Lifecycle, MemoryIsTheFormulaAndFlatInDepth) {
       EXPECT_EQ(report.model_weights, Bytes(0));
       EXPECT_EQ(report.main_gradients, report.main_weights);
       EXPECT_EQ(report.gathered, Bytes(0));
-      EXPECT_EQ(report.gathered_peak, root + largest * 2);       // the root, the unit that computes and the next
-      EXPECT_LE(report.reduce_slots_peak, root + largest * 2);   // the root's gradients, two slots
+      EXPECT_EQ(report.gathered_peak, root + largest * 2);      // the root, the unit that computes and the next
+      EXPECT_LE(report.reduce_slots_peak, root + largest * 2);  // the root's gradients, two slots
       if (world.rank().value() == 0) by_depth[depth] = report;
     });
   }
@@ -408,20 +460,23 @@ TEST(Lifecycle, PoliciesGiveEqualBits) {
   std::map<std::string, at::Tensor> first;
   for (std::size_t i = 0; i < policies.size(); ++i) {
     if (i != 5) policies[i].inline_limit = Bytes(0);
-    run_toy(2, [&](ToyRank& r) {
-      AdamW optimizer(*r.context, {});
-      for (int step = 0; step < 3; ++step) {
-        toy_loss(r.model, 10 * step + r.rank).backward();
-        optimizer.step(clip_grad_norm_(*r.context, 0.5));
-        optimizer.zero_grad();
-      }
-      for (auto& [name, leaf] : r.context->named_parameters()) {
-        const auto value = r.context->full_parameter(name);
-        if (r.rank != 0) continue;
-        if (i == 0) first[name] = value;
-        EXPECT_TRUE(at::equal(value, first[name])) << name << " under policy " << i;
-      }
-    }, policies[i]);
+    run_toy(
+        2,
+        [&](ToyRank& r) {
+          AdamW optimizer(*r.context, {});
+          for (int step = 0; step < 3; ++step) {
+            toy_loss(r.model, 10 * step + r.rank).backward();
+            optimizer.step(clip_grad_norm_(*r.context, 0.5));
+            optimizer.zero_grad();
+          }
+          for (auto& [name, leaf] : r.context->named_parameters()) {
+            const auto value = r.context->full_parameter(name);
+            if (r.rank != 0) continue;
+            if (i == 0) first[name] = value;
+            EXPECT_TRUE(at::equal(value, first[name])) << name << " under policy " << i;
+          }
+        },
+        policies[i]);
   }
 }
 

@@ -10,7 +10,8 @@ namespace fsdp::testing {
 namespace {
 
 struct PairImpl : torch::nn::Module {
-  PairImpl() : own(register_module("own", fsdp::nn::Linear(6, 5))), plain(register_module("plain", torch::nn::Linear(6, 5))) {
+  PairImpl()
+      : own(register_module("own", fsdp::nn::Linear(6, 5))), plain(register_module("plain", torch::nn::Linear(6, 5))) {
     at::NoGradGuard no_grad;
     plain->weight.copy_(own->weight);
     plain->bias.copy_(own->bias);
@@ -50,7 +51,8 @@ TEST(Linear, ForwardInputAndWeightGradientsEqualTorchBitForBit) {
 
 TEST(Linear, UsedTwiceInOneGraphAddsBothProducts) {
   with_pair(2, [](FsdpContext& context, Pair& model) {
-    auto first = model->forward(random({3, 6}, 1), random({3, 6}, 1)), second = model->forward(random({4, 6}, 2), random({4, 6}, 2));
+    auto first = model->forward(random({3, 6}, 1), random({3, 6}, 1)),
+         second = model->forward(random({4, 6}, 2), random({4, 6}, 2));
     (first[0].sum() + second[0].square().sum() + first[1].sum() + second[1].square().sum()).backward();
     EXPECT_TRUE(at::allclose(context.full_gradient("own.weight"), context.full_gradient("plain.weight"), 1e-6, 1e-6));
   });
@@ -70,13 +72,15 @@ TEST(Linear, AccumulatesOverMicrobatchesUnderBothPolicies) {
 }
 
 TEST(Linear, LowPrecisionComputeWithWideReduction) {
-  with_pair(2, [](FsdpContext& context, Pair& model) {
-    auto out = model->forward(random({3, 6}, 1), random({3, 6}, 1));
-    EXPECT_EQ(out[0].scalar_type(), at::kBFloat16);
-    (out[0].square().sum() + out[1].square().sum()).backward();
-    expect_equal_layers(context);
-    EXPECT_EQ(context.full_gradient("own.weight").scalar_type(), at::kFloat);
-  }, {.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}});
+  with_pair(2,
+            [](FsdpContext& context, Pair& model) {
+              auto out = model->forward(random({3, 6}, 1), random({3, 6}, 1));
+              EXPECT_EQ(out[0].scalar_type(), at::kBFloat16);
+              (out[0].square().sum() + out[1].square().sum()).backward();
+              expect_equal_layers(context);
+              EXPECT_EQ(context.full_gradient("own.weight").scalar_type(), at::kFloat);
+            },
+            {.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}});
 }
 
 TEST(Linear, CreateGraphTakesTheDifferentiablePath) {
@@ -87,7 +91,8 @@ TEST(Linear, CreateGraphTakesTheDifferentiablePath) {
     at::Tensor second[2];
     for (int k = 0; k < 2; ++k) {
       const auto input = k == 0 ? x : y;
-      const auto gradient = torch::autograd::grad({out[k].pow(3).sum()}, {input}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+      const auto gradient =
+          torch::autograd::grad({out[k].pow(3).sum()}, {input}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
       second[k] = torch::autograd::grad({gradient.sum()}, {input})[0];
     }
     EXPECT_TRUE(at::equal(second[0], second[1]));

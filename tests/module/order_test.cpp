@@ -49,7 +49,8 @@ struct NestedRun {
 
 TEST(Order, NestedTreeWithPrefetchOfOne) {
   EXPECT_EQ(NestedRun()({}),
-            "unshard <root>, unshard blocks.0, forward <root>, unshard blocks.1, forward blocks.0, reshard blocks.0, forward blocks.1, "
+            "unshard <root>, unshard blocks.0, forward <root>, unshard blocks.1, forward blocks.0, reshard blocks.0, "
+            "forward blocks.1, "
             "backward <root>, unshard blocks.0, backward blocks.1, reshard blocks.1, reduce blocks.1, "
             "backward blocks.0, reshard blocks.0, reduce blocks.0, reshard <root>, reduce <root>");
 }
@@ -59,7 +60,8 @@ TEST(Order, WithoutPrefetchOrKeepLast) {
   options.prefetch = Prefetch::none();
   options.keep_last = false;
   EXPECT_EQ(NestedRun()(options),
-            "unshard <root>, forward <root>, unshard blocks.0, forward blocks.0, reshard blocks.0, unshard blocks.1, forward blocks.1, reshard blocks.1, "
+            "unshard <root>, forward <root>, unshard blocks.0, forward blocks.0, reshard blocks.0, unshard blocks.1, "
+            "forward blocks.1, reshard blocks.1, "
             "backward <root>, unshard blocks.1, backward blocks.1, reshard blocks.1, reduce blocks.1, "
             "unshard blocks.0, backward blocks.0, reshard blocks.0, reduce blocks.0, reshard <root>, reduce <root>");
 }
@@ -69,7 +71,8 @@ TEST(Order, DelayedReleaseIssuesTheNextGatherFirst) {
   options.prefetch = Prefetch::delayed_release(1);
   EXPECT_EQ(NestedRun()(options),
             "unshard <root>, forward <root>, unshard blocks.0, forward blocks.0, unshard blocks.1, forward blocks.1, "
-            "backward <root>, backward blocks.1, reshard blocks.0, reduce blocks.1, unshard blocks.0, backward blocks.0, reshard blocks.1, reduce blocks.0, "
+            "backward <root>, backward blocks.1, reshard blocks.0, reduce blocks.1, unshard blocks.0, backward "
+            "blocks.0, reshard blocks.1, reduce blocks.0, "
             "reshard blocks.0, reduce <root>, reshard <root>");
 }
 
@@ -78,19 +81,23 @@ TEST(Order, DelayedReductionFollowsTheNextGatherOfBackward) {
   options.prefetch = Prefetch::none();
   options.reduction = Reduction::delayed(1);
   EXPECT_EQ(NestedRun()(options),
-            "unshard <root>, forward <root>, unshard blocks.0, forward blocks.0, reshard blocks.0, unshard blocks.1, forward blocks.1, "
+            "unshard <root>, forward <root>, unshard blocks.0, forward blocks.0, reshard blocks.0, unshard blocks.1, "
+            "forward blocks.1, "
             "backward <root>, backward blocks.1, reshard blocks.1, "
-            "unshard blocks.0, reduce blocks.1, backward blocks.0, reshard blocks.0, reshard <root>, reduce blocks.0, reduce <root>");
+            "unshard blocks.0, reduce blocks.1, backward blocks.0, reshard blocks.0, reshard <root>, reduce blocks.0, "
+            "reduce <root>");
 }
 
 TEST(Order, RecordedOrderPrefetchesFromTheSecondIterationOn) {
   ContextOptions options;
   options.prefetch = Prefetch::recorded(1);
   options.keep_last = false;
-  EXPECT_EQ(NestedRun()(options, zero3("dp"), 2),
-            "unshard <root>, unshard blocks.0, forward <root>, unshard blocks.1, forward blocks.0, reshard blocks.0, forward blocks.1, reshard blocks.1, "
-            "unshard blocks.1, backward <root>, unshard blocks.0, backward blocks.1, reshard blocks.1, reduce blocks.1, "
-            "backward blocks.0, reshard blocks.0, reduce blocks.0, reshard <root>, reduce <root>");
+  EXPECT_EQ(
+      NestedRun()(options, zero3("dp"), 2),
+      "unshard <root>, unshard blocks.0, forward <root>, unshard blocks.1, forward blocks.0, reshard blocks.0, forward "
+      "blocks.1, reshard blocks.1, "
+      "unshard blocks.1, backward <root>, unshard blocks.0, backward blocks.1, reshard blocks.1, reduce blocks.1, "
+      "backward blocks.0, reshard blocks.0, reduce blocks.0, reshard <root>, reduce <root>");
 }
 
 TEST(Order, ReplicatedWeightsAreNeverDropped) {
@@ -108,8 +115,10 @@ TEST(Order, TwoRootsShareOneOrder) {
     Stack first(2, 4, at::kCPU), second(2, 4, at::kCPU);
     shard_stack(*context, first, {});
     shard_stack(*context, second, {});
-    EXPECT_EQ(context->forward_order(), (std::vector<std::string>{"<root>", "layers.0", "layers.1", "#1/<root>", "#1/layers.0", "#1/layers.1"}));
-    EXPECT_EQ(context->backward_order(), (std::vector<std::string>{"#1/<root>", "#1/layers.1", "#1/layers.0", "<root>", "layers.1", "layers.0"}));
+    EXPECT_EQ(context->forward_order(),
+              (std::vector<std::string>{"<root>", "layers.0", "layers.1", "#1/<root>", "#1/layers.0", "#1/layers.1"}));
+    EXPECT_EQ(context->backward_order(),
+              (std::vector<std::string>{"#1/<root>", "#1/layers.1", "#1/layers.0", "<root>", "layers.1", "layers.0"}));
     second->forward(first->forward(at::randn({2, 4}))).sum().backward();
     EXPECT_EQ(sequence(*recorder),
               "unshard layers.0, forward <root>, unshard layers.1, forward layers.0, reshard layers.0, "
@@ -135,11 +144,14 @@ TEST(Order, PrefetchListsGatherWhatTheUserNames) {
     context->unit("layers.0").set_forward_prefetch({&context->unit("layers.1"), &context->unit("layers.2")});
     context->unit("layers.2").set_backward_prefetch({&context->unit("layers.0")});
     model->forward(at::randn({2, 4})).sum().backward();
-    EXPECT_EQ(sequence(*recorder),
-              "forward <root>, unshard layers.0, unshard layers.1, unshard layers.2, forward layers.0, reshard layers.0, forward layers.1, "
-              "reshard layers.1, forward layers.2, reshard layers.2, backward <root>, unshard layers.2, unshard layers.0, backward layers.2, "
-              "reshard layers.2, reduce layers.2, unshard layers.1, backward layers.1, reshard layers.1, reduce layers.1, "
-              "backward layers.0, reshard layers.0, reduce layers.0");
+    EXPECT_EQ(
+        sequence(*recorder),
+        "forward <root>, unshard layers.0, unshard layers.1, unshard layers.2, forward layers.0, reshard layers.0, "
+        "forward layers.1, "
+        "reshard layers.1, forward layers.2, reshard layers.2, backward <root>, unshard layers.2, unshard layers.0, "
+        "backward layers.2, "
+        "reshard layers.2, reduce layers.2, unshard layers.1, backward layers.1, reshard layers.1, reduce layers.1, "
+        "backward layers.0, reshard layers.0, reduce layers.0");
   });
 }
 

@@ -34,7 +34,8 @@ Outcome run(const Strategy& strategy, const ContextOptions& options, int units =
     for (int m = 0; m < microbatches; ++m) {
       auto scope = context->microbatch({.is_last = m + 1 == microbatches});
       // No loss in between: nothing computes at the turn.
-      model->forward(at::empty({kBatch, kWidth}, at::kMeta).set_requires_grad(true)).backward(at::empty({kBatch, kWidth}, at::kMeta));
+      model->forward(at::empty({kBatch, kWidth}, at::kMeta).set_requires_grad(true))
+          .backward(at::empty({kBatch, kWidth}, at::kMeta));
     }
     for (auto& leaf : context->parameters()) leaf.mutable_grad().reset();
   }
@@ -75,7 +76,9 @@ TEST(Overlap, KeepLastSavesTheGatherAtTheTurn) {
   EXPECT_EQ(outcome.overlap.exposed, 2 * (outcome.gather + outcome.reduction));
 }
 
-TEST(Overlap, OneMicrobatchHidesSixOfSixGathersThatCanBeHiddenAndThreeReductions) { expect_counts(run(zero3("dp"), {}, kUnits, 1), 7, 6, 4, 3); }
+TEST(Overlap, OneMicrobatchHidesSixOfSixGathersThatCanBeHiddenAndThreeReductions) {
+  expect_counts(run(zero3("dp"), {}, kUnits, 1), 7, 6, 4, 3);
+}
 
 TEST(Overlap, KeepFirstSavesTheFirstGatherOfLaterMicrobatches) {
   ContextOptions options;
@@ -132,7 +135,8 @@ TEST(Overlap, UnifiedStreamRunsOneCollectiveAtATime) {
   const Outcome outcome = run(zero3("dp"), options);
   expect_counts(outcome, 14, 12, 8, 6);
   std::vector<trace::Interval> intervals;
-  for (const auto& collective : outcome.overlap.collectives) intervals.push_back({collective.span.begin, collective.span.end});
+  for (const auto& collective : outcome.overlap.collectives)
+    intervals.push_back({collective.span.begin, collective.span.end});
   trace::Nanoseconds sum = 0;
   for (const auto& interval : intervals) sum += interval.end - interval.begin;
   EXPECT_EQ(trace::length(trace::unite(intervals)), sum);

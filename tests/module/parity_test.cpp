@@ -41,10 +41,13 @@ struct Case {
 
   [[nodiscard]] int ranks() const { return outer * inner; }
   [[nodiscard]] std::string describe() const {
-    return fmt::format("{} mesh {}x{} optimizer {} microbatches {} reduce {} set_to_none {} bf16 {} reduce_dtype {} prefetch {}:{} delay {} unified {} keep_last {} reshard {} inline {}",
-                       strategy().name, outer, inner, static_cast<int>(optimizer), microbatches, static_cast<int>(reduce), set_to_none, bf16,
-                       c10::toString(reduce_dtype), static_cast<int>(context.prefetch.kind), context.prefetch.amount, context.reduction.delay,
-                       context.unify_communication_stream, context.keep_last, static_cast<int>(reshard), context.inline_limit.value());
+    return fmt::format(
+        "{} mesh {}x{} optimizer {} microbatches {} reduce {} set_to_none {} bf16 {} reduce_dtype {} prefetch {}:{} "
+        "delay {} unified {} keep_last {} reshard {} inline {}",
+        strategy().name, outer, inner, static_cast<int>(optimizer), microbatches, static_cast<int>(reduce), set_to_none,
+        bf16, c10::toString(reduce_dtype), static_cast<int>(context.prefetch.kind), context.prefetch.amount,
+        context.reduction.delay, context.unify_communication_stream, context.keep_last, static_cast<int>(reshard),
+        context.inline_limit.value());
   }
 };
 
@@ -64,11 +67,13 @@ ToyModel make_model() {
   return ToyModel(kInputs, kWidth, kHidden, kDepth);
 }
 
-std::unique_ptr<torch::optim::Optimizer> make_torch_optimizer(OptimizerKind kind, const std::vector<at::Tensor>& parameters) {
+std::unique_ptr<torch::optim::Optimizer> make_torch_optimizer(OptimizerKind kind,
+                                                              const std::vector<at::Tensor>& parameters) {
   if (kind == OptimizerKind::torch_adamw || kind == OptimizerKind::fsdp_adamw) {
     return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(0.01).weight_decay(0.1));
   }
-  return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.1).momentum(kind == OptimizerKind::fsdp_sgd ? 0.9 : 0.0));
+  return std::make_unique<torch::optim::SGD>(
+      parameters, torch::optim::SGDOptions(0.1).momentum(kind == OptimizerKind::fsdp_sgd ? 0.9 : 0.0));
 }
 
 struct State {
@@ -128,7 +133,8 @@ void expect_equal(const at::Tensor& got, const at::Tensor& expected, bool bits, 
 
 void sharded_run(const Case& c, const World& world, const std::vector<State>& expected) {
   const bool two_axes = c.strategy().axes.size() == 2;
-  DeviceMesh mesh(world, two_axes ? std::vector<MeshAxis>{{"outer", c.outer}, {"inner", c.inner}} : std::vector<MeshAxis>{{"dp", c.ranks()}});
+  DeviceMesh mesh(world, two_axes ? std::vector<MeshAxis>{{"outer", c.outer}, {"inner", c.inner}}
+                                  : std::vector<MeshAxis>{{"dp", c.ranks()}});
   auto context = FsdpContext::create(mesh, c.context);
   ToyModel model = make_model();
   UnitOptions unit;
@@ -139,9 +145,12 @@ void sharded_run(const Case& c, const World& world, const std::vector<State>& ex
   shard_toy_model(*context, model, unit);
   std::unique_ptr<torch::optim::Optimizer> torch_optimizer;
   std::unique_ptr<ShardedOptimizer> own_optimizer;
-  if (c.optimizer == OptimizerKind::fsdp_sgd) own_optimizer = std::make_unique<Sgd>(*context, SgdOptions{.learning_rate = 0.1, .momentum = 0.9});
-  else if (c.optimizer == OptimizerKind::fsdp_adamw) own_optimizer = std::make_unique<AdamW>(*context, AdamWOptions{.learning_rate = 0.01, .weight_decay = 0.1});
-  else torch_optimizer = make_torch_optimizer(c.optimizer, context->parameters());
+  if (c.optimizer == OptimizerKind::fsdp_sgd)
+    own_optimizer = std::make_unique<Sgd>(*context, SgdOptions{.learning_rate = 0.1, .momentum = 0.9});
+  else if (c.optimizer == OptimizerKind::fsdp_adamw)
+    own_optimizer = std::make_unique<AdamW>(*context, AdamWOptions{.learning_rate = 0.01, .weight_decay = 0.1});
+  else
+    torch_optimizer = make_torch_optimizer(c.optimizer, context->parameters());
   const bool bits = c.optimizer != OptimizerKind::fsdp_adamw && c.optimizer != OptimizerKind::fsdp_sgd;
   const int rank = static_cast<int>(world.rank().value());
   for (int step = 0; step < kSteps; ++step) {
@@ -151,7 +160,8 @@ void sharded_run(const Case& c, const World& world, const std::vector<State>& ex
       (fsdp::call(model, &ToyModelImpl::loss, b.x, b.target) / c.microbatches).backward();
     }
     for (const auto& [name, gradient] : expected[step].gradients) {
-      expect_equal(context->full_gradient(name), gradient, bits || step == 0, fmt::format("step {} gradient of {} on rank {}", step, name, rank));
+      expect_equal(context->full_gradient(name), gradient, bits || step == 0,
+                   fmt::format("step {} gradient of {} on rank {}", step, name, rank));
     }
     const double norm = grad_norm(*context).item<double>();
     EXPECT_NEAR(norm, expected[step].norm, 1e-5 * expected[step].norm) << "step " << step;
@@ -163,7 +173,8 @@ void sharded_run(const Case& c, const World& world, const std::vector<State>& ex
       own_optimizer->zero_grad(c.set_to_none);
     }
     for (const auto& [name, parameter] : expected[step].parameters) {
-      expect_equal(context->full_parameter(name), parameter, bits, fmt::format("step {} parameter {} on rank {}", step, name, rank));
+      expect_equal(context->full_parameter(name), parameter, bits,
+                   fmt::format("step {} parameter {} on rank {}", step, name, rank));
     }
   }
 }
@@ -171,17 +182,22 @@ void sharded_run(const Case& c, const World& world, const std::vector<State>& ex
 // Failures inside rank threads carry the case through this trace.
 void run_case(const Case& c) {
   const auto expected = reference_run(c);
-  run_ranks(c.ranks(), [&](World world) {
-    SCOPED_TRACE(c.describe());
-    sharded_run(c, world, expected);
-  }, {.deadline = std::chrono::seconds(60)});
+  run_ranks(c.ranks(),
+            [&](World world) {
+              SCOPED_TRACE(c.describe());
+              sharded_run(c, world, expected);
+            },
+            {.deadline = std::chrono::seconds(60)});
 }
 
 std::vector<std::function<Strategy()>> one_axis() {
   return {[] { return ddp("dp"); }, [] { return zero1("dp"); }, [] { return zero2("dp"); }, [] { return zero3("dp"); }};
 }
 std::vector<std::function<Strategy()>> two_axes() {
-  return {[] { return hsdp("outer", "inner"); }, [] { return hfsdp("outer", "inner"); }, [] { return zero3({"outer", "inner"}); }};
+  return {[] { return hsdp("outer", "inner"); }, [] { return hfsdp("outer", "inner"); },
+          [] {
+            return zero3({"outer", "inner"});
+          }};
 }
 
 // Context policies, cycled through so that every pair with a strategy occurs.
@@ -223,7 +239,8 @@ TEST_P(Parity, EqualsOneProcess) {
   int index = 0;
   for (bool two : {false, true}) {
     for (const auto& strategy : two ? two_axes() : one_axis()) {
-      for (auto optimizer : {OptimizerKind::torch_sgd, OptimizerKind::torch_adamw, OptimizerKind::fsdp_sgd, OptimizerKind::fsdp_adamw}) {
+      for (auto optimizer :
+           {OptimizerKind::torch_sgd, OptimizerKind::torch_adamw, OptimizerKind::fsdp_sgd, OptimizerKind::fsdp_adamw}) {
         for (int microbatches : {1, 3}) {
           for (auto reduce : {ReducePolicy::every_microbatch, ReducePolicy::last_microbatch}) {
             for (bool set_to_none : {true, false}) {

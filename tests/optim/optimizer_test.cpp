@@ -16,9 +16,12 @@ TEST(ShardedOptimizer, WeightDecayGroupsAndLearningRateScalesEqualTorchParameter
   auto reference = make_toy_model();
   std::vector<at::Tensor> decayed, others;
   for (auto& item : reference->named_parameters()) (decays(item.key()) ? decayed : others).push_back(item.value());
-  torch::optim::AdamW torch_optimizer({torch::optim::OptimizerParamGroup(decayed, std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(0.01).weight_decay(0.3))),
-                                       torch::optim::OptimizerParamGroup(others, std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(0.02).weight_decay(0.0)))},
-                                      torch::optim::AdamWOptions(0.01));
+  torch::optim::AdamW torch_optimizer(
+      {torch::optim::OptimizerParamGroup(
+           decayed, std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(0.01).weight_decay(0.3))),
+       torch::optim::OptimizerParamGroup(
+           others, std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(0.02).weight_decay(0.0)))},
+      torch::optim::AdamWOptions(0.01));
   for (int step = 0; step < 5; ++step) {
     torch_optimizer.zero_grad();
     toy_loss(reference, step).backward();
@@ -26,16 +29,19 @@ TEST(ShardedOptimizer, WeightDecayGroupsAndLearningRateScalesEqualTorchParameter
   }
   for (int ranks : {1, 2, 3}) {
     run_toy(ranks, [&](ToyRank& r) {
-      AdamW optimizer(*r.context, {.learning_rate = 0.01, .weight_decay = 0.3}, [](const std::string& name, at::IntArrayRef) {
-        return decays(name) ? ParameterOptions{} : ParameterOptions{.learning_rate_scale = 2.0, .weight_decay = 0.0};
-      });
+      AdamW optimizer(*r.context, {.learning_rate = 0.01, .weight_decay = 0.3},
+                      [](const std::string& name, at::IntArrayRef) {
+                        return decays(name) ? ParameterOptions{}
+                                            : ParameterOptions{.learning_rate_scale = 2.0, .weight_decay = 0.0};
+                      });
       for (int step = 0; step < 5; ++step) {
         toy_loss(r.model, step).backward();
         optimizer.step();
         optimizer.zero_grad();
       }
       for (auto& item : reference->named_parameters()) {
-        EXPECT_TRUE(at::allclose(r.context->full_parameter(item.key()), item.value(), 1e-5, 1e-6)) << item.key() << " on " << ranks << " ranks";
+        EXPECT_TRUE(at::allclose(r.context->full_parameter(item.key()), item.value(), 1e-5, 1e-6))
+            << item.key() << " on " << ranks << " ranks";
       }
       Bytes state;
       for (auto& leaf : r.context->parameters()) state += Bytes(2 * static_cast<std::int64_t>(leaf.nbytes()));
@@ -102,8 +108,8 @@ TEST(ClipGradNorm, CountsEveryElementOnceHoweverItIsPlaced) {
   for (auto& p : reference->parameters()) squares += p.grad().to(at::kDouble).square().sum().item<double>();
   const double expected = std::sqrt(squares);
   for (int outer : {1, 2}) {
-    for (const Strategy& strategy : {ddp({"outer", "inner"}), zero1({"outer", "inner"}), zero2({"outer", "inner"}), zero3({"outer", "inner"}),
-                                     hsdp("outer", "inner"), hfsdp("outer", "inner")}) {
+    for (const Strategy& strategy : {ddp({"outer", "inner"}), zero1({"outer", "inner"}), zero2({"outer", "inner"}),
+                                     zero3({"outer", "inner"}), hsdp("outer", "inner"), hfsdp("outer", "inner")}) {
       run_ranks(2 * outer, [&](World world) {
         auto context = FsdpContext::create(DeviceMesh(world, {{"outer", outer}, {"inner", 2}}));
         auto model = make_toy_model();
@@ -113,8 +119,10 @@ TEST(ClipGradNorm, CountsEveryElementOnceHoweverItIsPlaced) {
         const auto before = context->full_gradient("blocks.0.up.weight");
         const auto norm = clip_grad_norm_(*context, expected / 2);
         EXPECT_NEAR(norm.item<double>(), expected, 1e-5 * expected);
-        EXPECT_TRUE(at::allclose(context->full_gradient("blocks.0.up.weight"), before * 0.5, 1e-4, 1e-7)) << strategy.name;
-        EXPECT_NEAR(clip_grad_norm_(*context, 1e9).item<double>(), expected / 2, 1e-4 * expected);  // already below: unchanged
+        EXPECT_TRUE(at::allclose(context->full_gradient("blocks.0.up.weight"), before * 0.5, 1e-4, 1e-7))
+            << strategy.name;
+        EXPECT_NEAR(clip_grad_norm_(*context, 1e9).item<double>(), expected / 2,
+                    1e-4 * expected);  // already below: unchanged
       });
     }
   }

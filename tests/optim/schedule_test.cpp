@@ -54,7 +54,8 @@ TEST(LearningRateSchedule, NeverRisesAfterItsWarmUp) {
 }
 
 TEST(LearningRateSchedule, WithoutWarmUpStartsAtThePeak) {
-  const LearningRateSchedule rate{.peak = kPeak, .final_fraction = 0, .warmup_steps = 0, .total_steps = 4, .decay = Decay::linear};
+  const LearningRateSchedule rate{
+      .peak = kPeak, .final_fraction = 0, .warmup_steps = 0, .total_steps = 4, .decay = Decay::linear};
   EXPECT_DOUBLE_EQ(rate.at(0), kPeak);
   EXPECT_DOUBLE_EQ(rate.at(2), kPeak / 2);
   EXPECT_DOUBLE_EQ(rate.at(4), 0);
@@ -62,7 +63,8 @@ TEST(LearningRateSchedule, WithoutWarmUpStartsAtThePeak) {
 
 TEST(LearningRateSchedule, AWarmUpAsLongAsTheRunIsAtTheFinalValueFromItsEndOn) {
   for (Decay decay : {Decay::linear, Decay::cosine}) {
-    const LearningRateSchedule rate{.peak = kPeak, .final_fraction = 0.25, .warmup_steps = 10, .total_steps = 10, .decay = decay};
+    const LearningRateSchedule rate{
+        .peak = kPeak, .final_fraction = 0.25, .warmup_steps = 10, .total_steps = 10, .decay = decay};
     EXPECT_DOUBLE_EQ(rate.at(9), kPeak);
     EXPECT_DOUBLE_EQ(rate.at(10), kPeak * 0.25);
   }

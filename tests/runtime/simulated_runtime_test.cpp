@@ -17,7 +17,8 @@ namespace {
 
 // One flop and one byte a nanosecond: modelled times are the counts themselves.
 CostModel unit_costs() {
-  return {.flops_per_second = 1e9, .memory_bytes_per_second = 1e9, .link_bytes_per_second = 1e9, .collective_latency = 0};
+  return {
+      .flops_per_second = 1e9, .memory_bytes_per_second = 1e9, .link_bytes_per_second = 1e9, .collective_latency = 0};
 }
 
 // Memory as good as free: only products count.
@@ -46,7 +47,8 @@ TEST(SimulatedRuntime, StartsAtZeroOnTheMetaDevice) {
 
 TEST(SimulatedRuntime, AProductCostsTwoFlopsATerm) {
   const auto runtime = make_simulated_runtime(product_costs());
-  const auto a = meta({30, 40}), b = meta({40, 50}), bias = meta({50}), batch = meta({7, 30, 40}), others = meta({7, 40, 50});
+  const auto a = meta({30, 40}), b = meta({40, 50}), bias = meta({50}), batch = meta({7, 30, 40}),
+             others = meta({7, 40, 50});
   EXPECT_EQ(cost_of(runtime, [&] { (void)at::mm(a, b); }), 2 * 30 * 40 * 50);
   EXPECT_EQ(cost_of(runtime, [&] { (void)at::addmm(bias, a, b); }), 2 * 30 * 40 * 50);
   EXPECT_EQ(cost_of(runtime, [&] { (void)at::bmm(batch, others); }), 7 * 2 * 30 * 40 * 50);
@@ -181,13 +183,15 @@ TEST(SimulatedRuntime, SpansHaveTheVirtualTimesOfTheirTasksAndOperators) {
 // A small model's whole step; returns when the last operator ends.
 trace::Nanoseconds train_once(trace::Nanoseconds* forward = nullptr) {
   const auto runtime = make_simulated_runtime(unit_costs());
-  const auto table = meta({100, 32}, true), gain = meta({32}, true), shift = meta({32}, true), qkv = meta({96, 32}, true),
-             head = meta({100, 32}, true);
+  const auto table = meta({100, 32}, true), gain = meta({32}, true), shift = meta({32}, true),
+             qkv = meta({96, 32}, true), head = meta({100, 32}, true);
   const auto tokens = torch::empty({2, 16}, torch::TensorOptions().device(torch::kMeta).dtype(torch::kLong));
   auto x = torch::embedding(table, tokens);
   x = torch::silu(x * gain + shift);
   const auto parts = torch::linear(x, qkv).view({2, 16, 3, 4, 8}).permute({2, 0, 3, 1, 4}).unbind(0);
-  x = x + torch::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, true).transpose(1, 2).reshape({2, 16, 32});
+  x = x + torch::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, true)
+              .transpose(1, 2)
+              .reshape({2, 16, 32});
   x = torch::rms_norm(x, {32}, gain);
   const auto loss = torch::nn::functional::cross_entropy(torch::linear(x, head).view({32, 100}), tokens.view({32}));
   if (forward != nullptr) *forward = runtime->compute_stream().now();
@@ -254,7 +258,8 @@ TEST(SimulatedRuntime, CostsNothingOnceItIsGone) {
 }
 
 TEST(CostModel, TakesTheSlowerOfArithmeticAndMemory) {
-  const CostModel costs{.flops_per_second = 2e9, .memory_bytes_per_second = 4e9, .link_bytes_per_second = 1e9, .collective_latency = 7};
+  const CostModel costs{
+      .flops_per_second = 2e9, .memory_bytes_per_second = 4e9, .link_bytes_per_second = 1e9, .collective_latency = 7};
   EXPECT_EQ(costs.compute(1000, 100), 500);
   EXPECT_EQ(costs.compute(100, 4000), 1000);
   EXPECT_EQ(costs.transfer(1000, 2), 1007);

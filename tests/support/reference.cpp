@@ -14,7 +14,8 @@ at::Tensor sum(const std::vector<at::Tensor>& values, at::ScalarType dtype) {
 
 }  // namespace
 
-ReduceRule reduce_rule(const Strategy& strategy, int outer, int inner, ReducePolicy policy, at::ScalarType reduce_dtype) {
+ReduceRule reduce_rule(const Strategy& strategy, int outer, int inner, ReducePolicy policy,
+                       at::ScalarType reduce_dtype) {
   ReduceRule rule;
   const bool two_axes = strategy.axes.size() == 2;
   rule.outer = two_axes ? outer : 1;

@@ -22,7 +22,8 @@ namespace fsdp::testing {
 
 struct ToyBlockImpl : torch::nn::Module {
   ToyBlockImpl(std::int64_t width, std::int64_t hidden)
-      : up(register_module("up", fsdp::nn::Linear(width, hidden))), down(register_module("down", torch::nn::Linear(hidden, width))) {
+      : up(register_module("up", fsdp::nn::Linear(width, hidden))),
+        down(register_module("down", torch::nn::Linear(hidden, width))) {
     gain = register_parameter("gain", at::ones({width}));
     scale = register_parameter("scale", at::ones({}) * 0.5);
   }
@@ -38,7 +39,8 @@ FSDP_MODULE(ToyBlock);
 
 struct ToyModelImpl : torch::nn::Module {
   ToyModelImpl(std::int64_t inputs, std::int64_t width, std::int64_t hidden, int depth)
-      : entry(register_module("entry", torch::nn::Linear(inputs, width))), exit(register_module("exit", fsdp::nn::Linear(width, 3))) {
+      : entry(register_module("entry", torch::nn::Linear(inputs, width))),
+        exit(register_module("exit", fsdp::nn::Linear(width, 3))) {
     for (int i = 0; i < depth; ++i) blocks->push_back(ToyBlock(width, hidden));
     register_module("blocks", blocks);
   }

@@ -15,7 +15,9 @@ namespace fsdp::testing {
 
 inline constexpr std::int64_t kToyInputs = 5;
 
-inline at::Tensor random(at::IntArrayRef sizes, std::uint64_t seed) { return at::randn(sizes, at::detail::createCPUGenerator(seed)); }
+inline at::Tensor random(at::IntArrayRef sizes, std::uint64_t seed) {
+  return at::randn(sizes, at::detail::createCPUGenerator(seed));
+}
 
 inline ToyModel make_toy_model(std::int64_t width = 7, int depth = 3) {
   static std::mutex mutex;  // the default generator is the process's
@@ -32,7 +34,9 @@ inline at::Tensor toy_loss(ToyModel& model, std::uint64_t seed) {
 // A rank of a run: mesh of one axis, context, sharded model.
 struct ToyRank {
   ToyRank(World world, const ContextOptions& options = {}, const UnitOptions& unit = {})
-      : rank(static_cast<int>(world.rank().value())), context(FsdpContext::create(DeviceMesh(world, {{"dp", world.size()}}), options)), model(make_toy_model()) {
+      : rank(static_cast<int>(world.rank().value())),
+        context(FsdpContext::create(DeviceMesh(world, {{"dp", world.size()}}), options)),
+        model(make_toy_model()) {
     shard_toy_model(*context, model, unit);
   }
   int rank;
@@ -40,11 +44,14 @@ struct ToyRank {
   ToyModel model;
 };
 
-inline void run_toy(int ranks, const std::function<void(ToyRank&)>& body, const ContextOptions& options = {}, const UnitOptions& unit = {}) {
-  run_ranks(ranks, [&](World world) {
-    ToyRank rank(world, options, unit);
-    body(rank);
-  }, {.deadline = std::chrono::seconds(30)});
+inline void run_toy(int ranks, const std::function<void(ToyRank&)>& body, const ContextOptions& options = {},
+                    const UnitOptions& unit = {}) {
+  run_ranks(ranks,
+            [&](World world) {
+              ToyRank rank(world, options, unit);
+              body(rank);
+            },
+            {.deadline = std::chrono::seconds(30)});
 }
 
 }  // namespace fsdp::testing

@@ -8,7 +8,9 @@
 
 namespace fsdp::trace {
 
-void PrintTo(const Interval& interval, std::ostream* out) { *out << "[" << interval.begin << ", " << interval.end << ")"; }
+void PrintTo(const Interval& interval, std::ostream* out) {
+  *out << "[" << interval.begin << ", " << interval.end << ")";
+}
 
 }  // namespace fsdp::trace
 
@@ -47,7 +49,8 @@ std::vector<Interval> random_intervals(std::mt19937& random) {
   std::vector<Interval> intervals(random() % 7);
   for (auto& interval : intervals) {
     interval.begin = static_cast<std::int64_t>(random() % kTicks);
-    interval.end = interval.begin + static_cast<std::int64_t>(random() % (kTicks + 1 - interval.begin)) / (random() % 2 ? 4 : 1);
+    interval.end =
+        interval.begin + static_cast<std::int64_t>(random() % (kTicks + 1 - interval.begin)) / (random() % 2 ? 4 : 1);
     if (random() % 10 == 0) std::swap(interval.begin, interval.end);  // reversed: counts as empty
   }
   return intervals;
@@ -70,7 +73,8 @@ TEST(IntervalArithmetic, SubtractAndLengthEqualBruteForce) {
     std::int64_t count = 0;
     for (int t = 0; t < kTicks; ++t) count += left[t] = left[t] && !cut[t];
     const auto difference = trace::subtract(a, b);
-    ASSERT_EQ(difference, intervals_of(left)) << ::testing::PrintToString(a) << " minus " << ::testing::PrintToString(b);
+    ASSERT_EQ(difference, intervals_of(left))
+        << ::testing::PrintToString(a) << " minus " << ::testing::PrintToString(b);
     ASSERT_EQ(trace::length(difference), count);
   }
 }
@@ -107,7 +111,8 @@ TEST(OverlapReport, CountsUnionsAndNotSums) {
 }
 
 TEST(OverlapReport, TakesWaitsOutOfCompute) {
-  const std::vector<Span> spans = {span(Kind::compute, 0, 100, 0), span(Kind::wait, 20, 60, 0), span(Kind::all_gather, 10, 60)};
+  const std::vector<Span> spans = {span(Kind::compute, 0, 100, 0), span(Kind::wait, 20, 60, 0),
+                                   span(Kind::all_gather, 10, 60)};
   const auto report = trace::overlap_report(spans);
   EXPECT_EQ(report.compute, 60);
   EXPECT_EQ(report.hidden, 10);
@@ -159,13 +164,15 @@ TEST(OverlapReport, ACollectiveOverlapsFromNinetyPercentOn) {
 }
 
 TEST(OverlapReport, LeavesOutCollectivesThatTookNoTime) {
-  const auto report = trace::overlap_report(std::vector<Span>{span(Kind::compute, 0, 10, 0), span(Kind::all_gather, 4, 4)});
+  const auto report =
+      trace::overlap_report(std::vector<Span>{span(Kind::compute, 0, 10, 0), span(Kind::all_gather, 4, 4)});
   EXPECT_EQ(report.count(Kind::all_gather), 0);
   EXPECT_EQ(report.communication, 0);
 }
 
 TEST(OverlapReport, KeepsIssueOrderWhateverTheTimes) {
-  const auto report = trace::overlap_report(std::vector<Span>{span(Kind::reduce_scatter, 50, 60), span(Kind::all_gather, 0, 10)});
+  const auto report =
+      trace::overlap_report(std::vector<Span>{span(Kind::reduce_scatter, 50, 60), span(Kind::all_gather, 0, 10)});
   ASSERT_EQ(report.collectives.size(), 2u);
   EXPECT_EQ(report.collectives[0].span.kind, Kind::reduce_scatter);
   EXPECT_EQ(report.collectives[1].span.kind, Kind::all_gather);
@@ -202,10 +209,12 @@ TEST(OverlapReport, EqualsBruteForceOnRandomSpans) {
 }
 
 TEST(OverlapReport, ReadsAsOneLine) {
-  const auto text = trace::to_string(trace::overlap_report(std::vector<Span>{
-      span(Kind::compute, 0, 2'000'000, 0), span(Kind::all_gather, 1'000'000, 2'000'000), span(Kind::all_gather, 1'500'000, 3'500'000)}));
+  const auto text = trace::to_string(trace::overlap_report(
+      std::vector<Span>{span(Kind::compute, 0, 2'000'000, 0), span(Kind::all_gather, 1'000'000, 2'000'000),
+                        span(Kind::all_gather, 1'500'000, 3'500'000)}));
   EXPECT_EQ(text,
-            "elapsed 3.500 ms, compute 2.000, communication 2.500 (hidden 1.000, exposed 1.500), idle 0.000; all_gather 1 of 2 overlapped");
+            "elapsed 3.500 ms, compute 2.000, communication 2.500 (hidden 1.000, exposed 1.500), idle 0.000; "
+            "all_gather 1 of 2 overlapped");
 }
 
 }  // namespace

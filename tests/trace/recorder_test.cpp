@@ -26,7 +26,8 @@ TEST(Recorder, KeepsIssueOrderWhileAnotherThreadFinishesSpans) {
   Recorder recorder;
   constexpr int kCount = 2000;  // many more than fit in one block of the container
   std::vector<Span*> issued;
-  for (int i = 0; i < kCount / 2; ++i) issued.push_back(recorder.issue(recorder.intern(std::to_string(i)), Kind::all_gather, 1));
+  for (int i = 0; i < kCount / 2; ++i)
+    issued.push_back(recorder.issue(recorder.intern(std::to_string(i)), Kind::all_gather, 1));
   const std::vector<Span*> first(issued);
   std::thread worker([&first] {  // the last first
     for (int i = kCount / 2; i-- > 0;) {
@@ -34,7 +35,8 @@ TEST(Recorder, KeepsIssueOrderWhileAnotherThreadFinishesSpans) {
       first[i]->end = i * 10 + 5;
     }
   });
-  for (int i = kCount / 2; i < kCount; ++i) issued.push_back(recorder.issue(recorder.intern(std::to_string(i)), Kind::compute, 0));
+  for (int i = kCount / 2; i < kCount; ++i)
+    issued.push_back(recorder.issue(recorder.intern(std::to_string(i)), Kind::compute, 0));
   worker.join();
   const auto spans = recorder.spans();
   ASSERT_EQ(spans.size(), static_cast<std::size_t>(kCount));
@@ -73,10 +75,10 @@ TEST(Kinds, HaveTheirOwnNamesAndKnowWhatIsCommunication) {
     names.emplace_back(trace::to_string(static_cast<Kind>(k)));
     if (trace::is_communication(static_cast<Kind>(k))) communication.push_back(names.back());
   }
-  EXPECT_THAT(names, ::testing::ElementsAre("compute", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send_recv",
-                                            "barrier", "wait", "unit"));
-  EXPECT_THAT(communication,
-              ::testing::ElementsAre("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send_recv", "barrier"));
+  EXPECT_THAT(names, ::testing::ElementsAre("compute", "all_gather", "reduce_scatter", "all_reduce", "broadcast",
+                                            "all_to_all", "send_recv", "barrier", "wait", "unit"));
+  EXPECT_THAT(communication, ::testing::ElementsAre("all_gather", "reduce_scatter", "all_reduce", "broadcast",
+                                                    "all_to_all", "send_recv", "barrier"));
 }
 
 class ChromeTrace : public ::testing::Test {
@@ -89,7 +91,8 @@ class ChromeTrace : public ::testing::Test {
   void TearDown() override { std::filesystem::remove_all(folder_); }
 
   [[nodiscard]] int files() const {
-    return static_cast<int>(std::distance(std::filesystem::directory_iterator(folder_), std::filesystem::directory_iterator()));
+    return static_cast<int>(
+        std::distance(std::filesystem::directory_iterator(folder_), std::filesystem::directory_iterator()));
   }
 
   std::filesystem::path folder_;
@@ -98,7 +101,13 @@ class ChromeTrace : public ::testing::Test {
 TEST_F(ChromeTrace, IsWholeAndHasTheSpansInMicroseconds) {
   const std::vector<Span> spans = {
       {.name = "mm", .kind = Kind::compute, .stream = 0, .begin = 1500, .end = 4000},
-      {.name = "unit \"a\"\\b", .kind = Kind::all_gather, .stream = 2, .sequence = 7, .bytes = 4096, .begin = 2000, .end = 2250},
+      {.name = "unit \"a\"\\b",
+       .kind = Kind::all_gather,
+       .stream = 2,
+       .sequence = 7,
+       .bytes = 4096,
+       .begin = 2000,
+       .end = 2250},
       {.name = "running", .kind = Kind::all_gather, .stream = 2, .begin = 9000, .end = trace::kUnset},
   };
   const auto path = folder_ / "trace.json";

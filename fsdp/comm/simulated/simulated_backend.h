@@ -8,6 +8,7 @@
 
 namespace fsdp {
 
-[[nodiscard]] std::shared_ptr<CommunicatorBackend> make_simulated_backend(std::shared_ptr<SimulatedRuntime> runtime, int size);
+[[nodiscard]] std::shared_ptr<CommunicatorBackend> make_simulated_backend(std::shared_ptr<SimulatedRuntime> runtime,
+                                                                          int size);
 
 }  // namespace fsdp

@@ -8,12 +8,16 @@
 namespace fsdp {
 namespace {
 
-std::size_t byte_count(std::int64_t elements, c10::ScalarType dtype) { return static_cast<std::size_t>(elements) * c10::elementSize(dtype); }
+std::size_t byte_count(std::int64_t elements, c10::ScalarType dtype) {
+  return static_cast<std::size_t>(elements) * c10::elementSize(dtype);
+}
 
 const std::byte* at_element(const void* base, std::int64_t index, c10::ScalarType dtype) {
   return static_cast<const std::byte*>(base) + byte_count(index, dtype);
 }
-std::byte* at_element(void* base, std::int64_t index, c10::ScalarType dtype) { return static_cast<std::byte*>(base) + byte_count(index, dtype); }
+std::byte* at_element(void* base, std::int64_t index, c10::ScalarType dtype) {
+  return static_cast<std::byte*>(base) + byte_count(index, dtype);
+}
 
 void copy(void* to, const void* from, std::int64_t elements, c10::ScalarType dtype) {
   if (elements > 0 && to != from) std::memcpy(to, from, byte_count(elements, dtype));
@@ -40,8 +44,13 @@ class ThreadsBackend final : public CommunicatorBackend {
 };
 
 ThreadsGroup::ThreadsGroup(std::string name, std::vector<int> members, std::chrono::milliseconds deadline)
-    : name_(std::move(name)), members_(std::move(members)), deadline_(deadline), operations_(members_.size()), arrived_(members_.size()),
-      resetting_(members_.size()), offers_(members_.size() * members_.size()) {}
+    : name_(std::move(name)),
+      members_(std::move(members)),
+      deadline_(deadline),
+      operations_(members_.size()),
+      arrived_(members_.size()),
+      resetting_(members_.size()),
+      offers_(members_.size() * members_.size()) {}
 
 std::shared_ptr<CommunicatorBackend> ThreadsGroup::join(std::shared_ptr<ThreadsGroup> group, int group_rank) {
   return std::make_shared<ThreadsBackend>(std::move(group), group_rank);
@@ -56,7 +65,8 @@ void ThreadsGroup::abort(const std::string& reason) {
 }
 
 void ThreadsGroup::throw_aborted(int rank, const Collective& operation) const {
-  detail::fail<CommunicationError>("rank {}: {} on communicator {} was aborted: {}", members_[rank], describe(operation), name_, aborted_);
+  detail::fail<CommunicationError>("rank {}: {} on communicator {} was aborted: {}", members_[rank],
+                                   describe(operation), name_, aborted_);
 }
 
 void ThreadsGroup::meet(int rank, const Collective& operation, Meeting meeting) {
@@ -80,8 +90,8 @@ void ThreadsGroup::meet(int rank, const Collective& operation, Meeting meeting) 
   for (std::size_t r = 0; r < members_.size(); ++r) {
     if (!arrived_[r]) missing += (missing.empty() ? "" : ", ") + std::to_string(members_[r]);
   }
-  aborted_ = fmt::format("rank {}: {} on communicator {} waited {} ms; missing ranks: {}", members_[rank], describe(operation), name_,
-                         deadline_.count(), missing);
+  aborted_ = fmt::format("rank {}: {} on communicator {} waited {} ms; missing ranks: {}", members_[rank],
+                         describe(operation), name_, deadline_.count(), missing);
   lock.unlock();
   changed_.notify_all();
   throw CommunicationError(aborted_);
@@ -92,19 +102,21 @@ void ThreadsGroup::compare_operations() {
   const Collective& first = operations_[0];
   for (std::size_t r = 1; r < operations_.size(); ++r) {
     const Collective& other = operations_[r];
-    const bool equal = first.kind == other.kind && first.count == other.count && first.dtype == other.dtype && first.peer == other.peer &&
-                       first.reduce == other.reduce && first.sequence == other.sequence &&
+    const bool equal = first.kind == other.kind && first.count == other.count && first.dtype == other.dtype &&
+                       first.peer == other.peer && first.reduce == other.reduce && first.sequence == other.sequence &&
                        (first.label == other.label || std::strcmp(first.label, other.label) == 0);
     FSDP_CHECK(equal, CommunicationError,
-               "communicator {}: ranks run different operations: rank {} {}, rank {} {}; every rank must run the same units in the same order",
+               "communicator {}: ranks run different operations: rank {} {}, rank {} {}; every rank must run the same "
+               "units in the same order",
                name_, members_[0], describe(first), members_[r], describe(other));
   }
   if (first.kind != trace::Kind::all_to_all) return;
   for (std::size_t from = 0; from < operations_.size(); ++from) {
     for (std::size_t to = 0; to < operations_.size(); ++to) {
       FSDP_CHECK((*operations_[from].send_counts)[to] == (*operations_[to].receive_counts)[from], CommunicationError,
-                 "communicator {}: {}: rank {} sends {} elements to rank {}, which expects {}", name_, describe(first), members_[from],
-                 (*operations_[from].send_counts)[to], members_[to], (*operations_[to].receive_counts)[from]);
+                 "communicator {}: {}: rank {} sends {} elements to rank {}, which expects {}", name_, describe(first),
+                 members_[from], (*operations_[from].send_counts)[to], members_[to],
+                 (*operations_[to].receive_counts)[from]);
     }
   }
 }
@@ -132,7 +144,8 @@ void ThreadsGroup::execute(int rank, const Collective& operation) {
   } catch (const Error& error) {
     abort(error.what());
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return moving_ == 0; });  // others may be reading this rank's buffers; copying ends by itself
+    changed_.wait(lock,
+                  [&] { return moving_ == 0; });  // others may be reading this rank's buffers; copying ends by itself
     throw;
   }
 }
@@ -153,7 +166,8 @@ void ThreadsGroup::move_data(int rank, const Collective& operation) {
   FSDP_INVARIANT(size <= 256);
   switch (operation.kind) {
     case trace::Kind::all_gather:
-      for (int r = 0; r < size; ++r) copy(at_element(operation.receive, r * count, dtype), operations_[r].send, count, dtype);
+      for (int r = 0; r < size; ++r)
+        copy(at_element(operation.receive, r * count, dtype), operations_[r].send, count, dtype);
       break;
     case trace::Kind::reduce_scatter:
       for (int r = 0; r < size; ++r) sends[r] = at_element(operations_[r].send, rank * count, dtype);
@@ -164,11 +178,13 @@ void ThreadsGroup::move_data(int rank, const Collective& operation) {
       // rank writes only its own part before the meeting, and the others read only theirs.
       const auto part = [&](int r) { return count * r / size; };
       for (int r = 0; r < size; ++r) sends[r] = at_element(operations_[r].send, part(rank), dtype);
-      reduce_on_cpu({sends, static_cast<std::size_t>(size)}, at_element(operation.receive, part(rank), dtype), part(rank + 1) - part(rank), dtype,
-                    operation.reduce);
+      reduce_on_cpu({sends, static_cast<std::size_t>(size)}, at_element(operation.receive, part(rank), dtype),
+                    part(rank + 1) - part(rank), dtype, operation.reduce);
       if (size > 1) meet(rank, operation, Meeting::middle);
       for (int r = 0; r < size; ++r) {
-        if (r != rank) copy(at_element(operation.receive, part(r), dtype), at_element(operations_[r].receive, part(r), dtype), part(r + 1) - part(r), dtype);
+        if (r != rank)
+          copy(at_element(operation.receive, part(r), dtype), at_element(operations_[r].receive, part(r), dtype),
+               part(r + 1) - part(r), dtype);
       }
       break;
     }
@@ -179,7 +195,8 @@ void ThreadsGroup::move_data(int rank, const Collective& operation) {
       std::int64_t offset = 0;
       for (int r = 0; r < size; ++r) {
         const auto n = (*operation.receive_counts)[r];
-        copy(at_element(operation.receive, offset, dtype), at_element(operations_[r].send, sum_before(*operations_[r].send_counts, rank), dtype), n, dtype);
+        copy(at_element(operation.receive, offset, dtype),
+             at_element(operations_[r].send, sum_before(*operations_[r].send_counts, rank), dtype), n, dtype);
         offset += n;
       }
       break;
@@ -198,8 +215,8 @@ void ThreadsGroup::exchange_with_peer(int rank, const Collective& operation) {
     const bool in_time = changed_.wait_for(lock, deadline_, [&] { return condition() || !aborted_.empty(); });
     if (condition()) return;
     if (in_time) throw_aborted(rank, operation);
-    aborted_ = fmt::format("rank {}: {} on communicator {} waited {} ms for rank {}", members_[rank], describe(operation), name_, deadline_.count(),
-                           members_[operation.peer]);
+    aborted_ = fmt::format("rank {}: {} on communicator {} waited {} ms for rank {}", members_[rank],
+                           describe(operation), name_, deadline_.count(), members_[operation.peer]);
     changed_.notify_all();
     throw CommunicationError(aborted_);
   };
@@ -214,8 +231,8 @@ void ThreadsGroup::exchange_with_peer(int rank, const Collective& operation) {
   }
   wait_until([&] { return offer.present && !offer.taken; });
   if (offer.operation.count != operation.count || offer.operation.dtype != operation.dtype) {
-    aborted_ = fmt::format("communicator {}: rank {} sends {}, but rank {} expects {}", name_, members_[from], describe(offer.operation), members_[to],
-                           describe(operation));
+    aborted_ = fmt::format("communicator {}: rank {} sends {}, but rank {} expects {}", name_, members_[from],
+                           describe(offer.operation), members_[to], describe(operation));
     changed_.notify_all();
     throw CommunicationError(aborted_);
   }
@@ -247,8 +264,8 @@ void ThreadsGroup::reset(int rank) {
   }
   resetting_[rank] = false;
   --resetting_count_;
-  detail::fail<CommunicationError>("rank {}: reset of communicator {} waited {} ms; ranks that did not reset: {}", members_[rank], name_,
-                                   deadline_.count(), missing);
+  detail::fail<CommunicationError>("rank {}: reset of communicator {} waited {} ms; ranks that did not reset: {}",
+                                   members_[rank], name_, deadline_.count(), missing);
 }
 
 }  // namespace fsdp

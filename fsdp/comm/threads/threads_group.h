@@ -52,8 +52,8 @@ class ThreadsGroup {
   std::vector<bool> arrived_;  // [group rank]
   int arrived_count_ = 0;
   std::int64_t generation_ = 0;
-  std::string aborted_;        // the reason; empty while usable
-  int moving_ = 0;             // ranks that may still read others' buffers: nobody leaves before they are done
+  std::string aborted_;  // the reason; empty while usable
+  int moving_ = 0;       // ranks that may still read others' buffers: nobody leaves before they are done
   std::vector<bool> resetting_;
   int resetting_count_ = 0;
   std::int64_t reset_generation_ = 0;

@@ -11,7 +11,8 @@ namespace {
 // Compute of the CPU runtime: the calling thread itself. Enqueued means done; waiting blocks that thread.
 class InlineStream final : public StreamBackend {
  public:
-  InlineStream(Runtime& runtime, std::atomic<trace::Nanoseconds>& blocked) : StreamBackend("compute", 0), runtime_(runtime), blocked_(blocked) {}
+  InlineStream(Runtime& runtime, std::atomic<trace::Nanoseconds>& blocked)
+      : StreamBackend("compute", 0), runtime_(runtime), blocked_(blocked) {}
 
   void enqueue(Task task, TaskOptions options) override {
     if (options.span != nullptr) options.span->begin = wall_clock();

@@ -7,7 +7,8 @@
 namespace fsdp {
 
 trace::Nanoseconds wall_clock() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 WorkerStream::WorkerStream(std::string name, int id, std::atomic<trace::Nanoseconds>& blocked)

@@ -1,7 +1,7 @@
 // A stream of the CPU runtime: one worker thread with a queue.
 //
-// The host thread submits, the worker runs. Small tasks run on the host thread when the worker is idle, since a hand-off
-// costs 10-80 us. Waiting parks the thread, it never spins: in-process ranks may outnumber the cores.
+// The host thread submits, the worker runs. Small tasks run on the host thread when the worker is idle, since a
+// hand-off costs 10-80 us. Waiting parks the thread, it never spins: in-process ranks may outnumber the cores.
 #pragma once
 
 #include <atomic>
@@ -46,19 +46,19 @@ class WorkerStream final : public StreamBackend {
   void throw_if_failed();
 
   std::atomic<trace::Nanoseconds>& blocked_;
-  std::int64_t submitted_ = 0;                // host thread only
+  std::int64_t submitted_ = 0;  // host thread only
   std::atomic<std::int64_t> completed_{0};
   std::atomic<bool> failed_{false};
 
-  std::mutex mutex_;                          // guards everything below
+  std::mutex mutex_;  // guards everything below
   std::condition_variable work_available_;
   std::condition_variable progress_;
-  std::vector<Entry> ring_;                   // power-of-two ring, grows and never shrinks: no allocation when steady
+  std::vector<Entry> ring_;  // power-of-two ring, grows and never shrinks: no allocation when steady
   std::size_t head_ = 0;
   std::size_t count_ = 0;
   int waiters_ = 0;
   bool stopping_ = false;
-  std::exception_ptr error_;                  // the first one
+  std::exception_ptr error_;  // the first one
   std::thread thread_;
 };
 

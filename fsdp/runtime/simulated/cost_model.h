@@ -8,11 +8,12 @@
 namespace fsdp {
 
 struct CostModel {
-  double flops_per_second = 400e12;         // of matrix products and attention
-  double memory_bytes_per_second = 3e12;    // of everything else: bytes read of the operator's inputs, and once that for its output
-  double link_bytes_per_second = 200e9;     // of one rank, one direction
+  double flops_per_second = 400e12;  // of matrix products and attention
+  double memory_bytes_per_second =
+      3e12;  // of everything else: bytes read of the operator's inputs, and once that for its output
+  double link_bytes_per_second = 200e9;  // of one rank, one direction
   trace::Nanoseconds collective_latency = 10'000;
-  trace::Nanoseconds launch = 0;            // host time an operator takes before the device may start it
+  trace::Nanoseconds launch = 0;  // host time an operator takes before the device may start it
 
   [[nodiscard]] trace::Nanoseconds compute(double flops, double bytes) const;
 

@@ -30,31 +30,40 @@ Tensor embedding_dense_backward(const Tensor& grad, const Tensor&, c10::SymInt r
   return at::empty({rows.expect_int(), grad.size(-1)}, grad.options());
 }
 
-std::tuple<Tensor, Tensor> fused_rms_norm(const Tensor& x, at::IntArrayRef normalized_shape, const std::optional<Tensor>&, std::optional<double>) {
+std::tuple<Tensor, Tensor> fused_rms_norm(const Tensor& x, at::IntArrayRef normalized_shape,
+                                          const std::optional<Tensor>&, std::optional<double>) {
   auto sizes = x.sizes().vec();
   for (std::size_t i = 0; i < normalized_shape.size(); ++i) sizes[sizes.size() - 1 - i] = 1;
   return {at::empty_like(x), at::empty(sizes, x.options().dtype(at::kFloat))};
 }
 
-std::tuple<Tensor, Tensor> fused_rms_norm_backward(const Tensor&, const Tensor& x, at::IntArrayRef, const Tensor&, const std::optional<Tensor>& weight, std::array<bool, 2>) {
+std::tuple<Tensor, Tensor> fused_rms_norm_backward(const Tensor&, const Tensor& x, at::IntArrayRef, const Tensor&,
+                                                   const std::optional<Tensor>& weight, std::array<bool, 2>) {
   return {at::empty_like(x), weight && weight->defined() ? at::empty_like(*weight) : Tensor()};
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, c10::SymIntArrayRef normalized_shape, const std::optional<Tensor>&, const std::optional<Tensor>&, double) {
+std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, c10::SymIntArrayRef normalized_shape,
+                                              const std::optional<Tensor>&, const std::optional<Tensor>&, double) {
   auto sizes = x.sizes().vec();
   for (std::size_t i = 0; i < normalized_shape.size(); ++i) sizes[sizes.size() - 1 - i] = 1;
-  return {at::empty_like(x), at::empty(sizes, x.options().dtype(at::kFloat)), at::empty(sizes, x.options().dtype(at::kFloat))};
+  return {at::empty_like(x), at::empty(sizes, x.options().dtype(at::kFloat)),
+          at::empty(sizes, x.options().dtype(at::kFloat))};
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor&, const Tensor& x, c10::SymIntArrayRef, const Tensor&, const Tensor&, const std::optional<Tensor>& weight,
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor&, const Tensor& x, c10::SymIntArrayRef,
+                                                       const Tensor&, const Tensor&,
+                                                       const std::optional<Tensor>& weight,
                                                        const std::optional<Tensor>& bias, std::array<bool, 3> wanted) {
-  const auto like = [](const std::optional<Tensor>& t, bool want) { return want && t && t->defined() ? at::empty_like(*t) : Tensor(); };
+  const auto like = [](const std::optional<Tensor>& t, bool want) {
+    return want && t && t->defined() ? at::empty_like(*t) : Tensor();
+  };
   return {wanted[0] ? at::empty_like(x) : Tensor(), like(weight, wanted[1]), like(bias, wanted[2])};
 }
 
 Tensor relu(const Tensor& x) { return at::empty_like(x); }
 
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>&, double dropout, bool causal, std::optional<double> scale, bool) {
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>&, double dropout,
+                 bool causal, std::optional<double> scale, bool) {
   return std::get<0>(at::_scaled_dot_product_flash_attention(q, k, v, dropout, causal, false, scale));
 }
 
@@ -67,14 +76,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Ten
   return {output, log_sum, Tensor(), Tensor(), q.size(2), k.size(2), seed, offset, at::empty({0}, q.options())};
 }
 
-std::tuple<Tensor, Tensor, Tensor> flash_attention_backward(const Tensor&, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&, const Tensor&,
-                                                            const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, double, bool, const Tensor&,
-                                                            const Tensor&, std::optional<double>) {
+std::tuple<Tensor, Tensor, Tensor> flash_attention_backward(const Tensor&, const Tensor& q, const Tensor& k,
+                                                            const Tensor& v, const Tensor&, const Tensor&,
+                                                            const Tensor&, const Tensor&, c10::SymInt, c10::SymInt,
+                                                            double, bool, const Tensor&, const Tensor&,
+                                                            std::optional<double>) {
   return {at::empty_like(q), at::empty_like(k), at::empty_like(v)};
 }
 
-void fused_adamw(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList, double, double, double, double, double,
-                 bool, bool, const std::optional<Tensor>&, const std::optional<Tensor>&) {}
+void fused_adamw(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList, double,
+                 double, double, double, double, bool, bool, const std::optional<Tensor>&,
+                 const std::optional<Tensor>&) {}
 
 }  // namespace
 
@@ -95,7 +107,8 @@ void register_meta_kernels() {
     return library;  // for the life of the process
   }();
   static torch::Library* autograd = [] {
-    auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradMeta, __FILE__, __LINE__);
+    auto* library =
+        new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradMeta, __FILE__, __LINE__);
     library->impl("scaled_dot_product_attention", TORCH_FN(attention));  // one operator instead of its decomposition
     return library;
   }();

@@ -1,4 +1,5 @@
-// Meta kernels that LibTorch's C++ side lacks (Python adds its own), so that a whole training step runs on meta tensors.
+// Meta kernels that LibTorch's C++ side lacks (Python adds its own), so that a whole training step runs on meta
+// tensors.
 #pragma once
 
 namespace fsdp {

@@ -11,12 +11,39 @@
 namespace fsdp {
 namespace {
 
-constexpr std::array<std::string_view, 33> kFree = {
-    "aten::alias", "aten::as_strided", "aten::chunk", "aten::detach", "aten::detach_", "aten::diagonal", "aten::empty", "aten::empty_like",
-    "aten::empty_strided", "aten::expand", "aten::flatten", "aten::movedim", "aten::narrow", "aten::new_empty", "aten::new_empty_strided",
-    "aten::permute", "aten::requires_grad_", "aten::resize_", "aten::select", "aten::set_", "aten::slice", "aten::split",
-    "aten::split_with_sizes", "aten::squeeze", "aten::swapaxes", "aten::t", "aten::transpose", "aten::unbind", "aten::unflatten",
-    "aten::unsafe_split", "aten::unsqueeze", "aten::view", "aten::view_as"};
+constexpr std::array<std::string_view, 33> kFree = {"aten::alias",
+                                                    "aten::as_strided",
+                                                    "aten::chunk",
+                                                    "aten::detach",
+                                                    "aten::detach_",
+                                                    "aten::diagonal",
+                                                    "aten::empty",
+                                                    "aten::empty_like",
+                                                    "aten::empty_strided",
+                                                    "aten::expand",
+                                                    "aten::flatten",
+                                                    "aten::movedim",
+                                                    "aten::narrow",
+                                                    "aten::new_empty",
+                                                    "aten::new_empty_strided",
+                                                    "aten::permute",
+                                                    "aten::requires_grad_",
+                                                    "aten::resize_",
+                                                    "aten::select",
+                                                    "aten::set_",
+                                                    "aten::slice",
+                                                    "aten::split",
+                                                    "aten::split_with_sizes",
+                                                    "aten::squeeze",
+                                                    "aten::swapaxes",
+                                                    "aten::t",
+                                                    "aten::transpose",
+                                                    "aten::unbind",
+                                                    "aten::unflatten",
+                                                    "aten::unsafe_split",
+                                                    "aten::unsqueeze",
+                                                    "aten::view",
+                                                    "aten::view_as"};
 static_assert(std::is_sorted(kFree.begin(), kFree.end()));
 
 const at::Tensor* tensor_at(c10::ArrayRef<const c10::IValue> inputs, std::size_t index) {

@@ -17,7 +17,8 @@ thread_local Simulation* current_simulation = nullptr;
 
 class SimulatedStream final : public StreamBackend {
  public:
-  SimulatedStream(Simulation& simulation, std::string name, int id) : StreamBackend(std::move(name), id), simulation_(simulation) {}
+  SimulatedStream(Simulation& simulation, std::string name, int id)
+      : StreamBackend(std::move(name), id), simulation_(simulation) {}
 
   void enqueue(Task task, TaskOptions options) override;
   std::int64_t record() override { return time_; }
@@ -37,12 +38,16 @@ class SimulatedStream final : public StreamBackend {
 
 class Simulation final : public SimulatedRuntime {
  public:
-  explicit Simulation(const CostModel& costs) : costs_(costs), compute_(std::make_shared<SimulatedStream>(*this, "compute", 0)), running_(compute_.get()) {
-    FSDP_CHECK(current_simulation == nullptr, UsageError, "this thread already has a simulated runtime; destroy it first");
+  explicit Simulation(const CostModel& costs)
+      : costs_(costs), compute_(std::make_shared<SimulatedStream>(*this, "compute", 0)), running_(compute_.get()) {
+    FSDP_CHECK(current_simulation == nullptr, UsageError,
+               "this thread already has a simulated runtime; destroy it first");
     register_meta_kernels();
     current_simulation = this;
-    callback_ = at::addThreadLocalCallback(
-        at::RecordFunctionCallback(&Simulation::begin_operator, &Simulation::end_operator).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+    callback_ =
+        at::addThreadLocalCallback(at::RecordFunctionCallback(&Simulation::begin_operator, &Simulation::end_operator)
+                                       .needsInputs(true)
+                                       .scopes({at::RecordScope::FUNCTION}));
   }
   ~Simulation() override {
     at::removeCallback(callback_);
@@ -128,6 +133,8 @@ trace::Nanoseconds SimulatedStream::advance(trace::Nanoseconds duration) {
 
 }  // namespace
 
-std::shared_ptr<SimulatedRuntime> make_simulated_runtime(const CostModel& costs) { return std::make_shared<Simulation>(costs); }
+std::shared_ptr<SimulatedRuntime> make_simulated_runtime(const CostModel& costs) {
+  return std::make_shared<Simulation>(costs);
+}
 
 }  // namespace fsdp

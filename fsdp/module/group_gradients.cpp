@@ -1,0 +1,296 @@
+// The part of FsdpParameterGroup that handles gradients: windows, their reduction, and the leaves' `.grad`.
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "fsdp/base/check.h"
+#include "fsdp/dbuffer/accumulate.h"
+#include "fsdp/dbuffer/redistribute.h"
+#include "fsdp/module/fsdp_module.h"
+#include "fsdp/module/parameter_group.h"
+
+namespace fsdp {
+namespace {
+
+constexpr const char* kNoGradients = "the gradient buffer is not in use";
+
+}  // namespace
+
+// --- Gradients of a window ---
+
+bool FsdpParameterGroup::open_window(bool is_last, ReducePolicy policy, BufferPool& accumulations) {
+  is_last_ = is_last;
+  if (!has_accumulated_)
+    accumulated_placements_ = policy == ReducePolicy::last_microbatch ? partial_ : gradient_placements_;
+  direct_ = deferred() && accumulated_placements_ == partial_ && (!is_last || has_accumulated_);
+  std::fill(arrived_.begin(), arrived_.end(), 0);
+  std::fill(written_.begin(), written_.end(), 0);
+  if (direct_) ensure_accumulated(accumulations);
+  return is_last || !direct_;
+}
+
+void FsdpParameterGroup::attach_slot(BufferPool& slots) {
+  if (direct_) return;  // its memory comes when the accumulated gradients are reduced
+  slot_.storage().attach(slots.acquire(slot_.size()));
+  clear_padding(slot_);
+}
+
+void FsdpParameterGroup::ensure_accumulated(BufferPool& accumulations) {
+  if (!accumulated_ || accumulated_->placements() != accumulated_placements_) {
+    FSDP_INVARIANT(!has_accumulated_);
+    accumulated_ = std::make_unique<DBuffer>(mesh_, layout_, accumulated_placements_, dtypes_.main, kNoGradients);
+    accumulated_views_.clear();
+    for (std::size_t i = 0; accumulated_placements_ == partial_ && i < parameters_.size(); ++i) {
+      accumulated_views_.push_back(
+          accumulated_->tensor(static_cast<int>(i), parameters_[i].sizes, parameters_[i].strides));
+    }
+  }
+  if (accumulated_->storage().attached()) return;
+  accumulated_->storage().attach(accumulations.acquire(accumulated_->size()));
+  if (accumulated_placements_ == partial_) clear_padding(*accumulated_);
+}
+
+void FsdpParameterGroup::free_accumulated(BufferPool& accumulations) {
+  accumulations.release(accumulated_->storage().detach(), accumulated_->size());
+  has_accumulated_ = false;
+}
+
+void FsdpParameterGroup::clear_padding(const DBuffer& buffer) const {
+  if (buffer.storage().data() == nullptr) return;
+  for (const ElementRange& gap : padding_) {
+    std::memset(buffer.address(gap.begin), 0,
+                static_cast<std::size_t>(gap.length()) * c10::elementSize(buffer.dtype()));
+  }
+}
+
+void FsdpParameterGroup::receive(int index, const at::Tensor& gradient) {
+  FSDP_CHECK(!arrived_[index], UsageError,
+             "the gradient of parameter \"{}\" arrived twice before unit \"{}\" was complete: a parameter must be used "
+             "in one graph per backward window "
+             "(tied weights in a caller-driven schedule must be untied)",
+             parameters_[index].name, unit_.name());
+  arrived_[index] = 1;
+  if (!gradient.defined()) return;
+  FSDP_CHECK(gradient.layout() == c10::kStrided, UsageError,
+             "the gradient of parameter \"{}\" is sparse; only dense gradients can be sharded",
+             parameters_[index].name);
+  at::Tensor& destination = destination_view(index);
+  const bool overwrite = !written_[index] && !(direct_ && has_accumulated_);
+  written_[index] = 1;
+  if (destination.is_cpu() && gradient.strides() == destination.strides() && gradient.is_non_overlapping_and_dense()) {
+    if (overwrite && gradient.scalar_type() == destination.scalar_type()) {
+      std::memcpy(destination.mutable_data_ptr(), gradient.const_data_ptr(), gradient.nbytes());
+    } else {
+      accumulate_on_cpu({destination.mutable_data_ptr(),
+                         destination.scalar_type(),
+                         gradient.const_data_ptr(),
+                         gradient.scalar_type(),
+                         gradient.numel(),
+                         1,
+                         overwrite,
+                         {},
+                         0});
+    }
+    return;
+  }
+  at::NoGradGuard no_grad;
+  if (overwrite)
+    destination.copy_(gradient);
+  else
+    destination.add_(gradient);
+}
+
+at::Tensor FsdpParameterGroup::claim_gradient(int index) {
+  if (direct_ && has_accumulated_) return {};
+  if (written_[index] || destination().dtype() != dtypes_.compute) return {};
+  written_[index] = 1;
+  return destination_view(index);
+}
+
+void FsdpParameterGroup::close_window() {
+  const DBuffer& buffer = destination();
+  if (buffer.storage().data() != nullptr) {
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      if (written_[i]) {
+        const auto begin = marks_begin_[i], end = marks_begin_[i + 1];
+        mark_used_on_cpu(buffer.storage().data(), buffer.dtype(), std::span(marks_).subspan(begin, end - begin), 0);
+      } else if (!(direct_ && has_accumulated_)) {
+        const ElementRange tensor = layout_->tensors()[i];
+        fill_unused_on_cpu(buffer.address(tensor.begin), buffer.dtype(), tensor.length());
+      }
+    }
+  }
+  if (direct_) has_accumulated_ = true;
+}
+
+void FsdpParameterGroup::abandon_window(BufferPool& slots, BufferPool& accumulations) {
+  if (slot_.storage().attached()) slots.release(slot_.storage().detach(), slot_.size());
+  if (accumulated_ && accumulated_->storage().attached()) free_accumulated(accumulations);
+  has_accumulated_ = false;
+  zero_gradients(/*set_to_none=*/true);
+}
+
+// --- Reduction ---
+
+void FsdpParameterGroup::enqueue_accumulate(const DBuffer& to, const DBuffer& from, ElementRange range, double divisor,
+                                            bool overwrite, const Stream& stream) const {
+  if (to.storage().data() == nullptr) return;
+  AccumulateArguments arguments{to.address(range.begin),
+                                to.dtype(),
+                                from.address(range.begin),
+                                from.dtype(),
+                                range.length(),
+                                divisor,
+                                overwrite,
+                                {},
+                                range.begin};
+  if (range == main_weight_.range()) arguments.marks = local_marks_;
+  const bool small = bytes_of(Elements(range.length()), static_cast<std::int64_t>(c10::elementSize(to.dtype()))) <=
+                     unit_.inline_limit();
+  stream.enqueue([arguments] { accumulate_on_cpu(arguments); }, {.small = small});
+}
+
+void FsdpParameterGroup::reduce(const Stream& stream, BufferPool& slots, BufferPool& accumulations, const char* label) {
+  if (direct_ && !is_last_) return;  // all there is to do was adding
+  ElementRange range;
+  if (direct_) {
+    if (dtypes_.main == dtypes_.reduce) {
+      slot_.storage().attach(accumulated_->storage().detach());
+      slots.adopt_from(accumulations, slot_.size());
+      has_accumulated_ = false;
+    } else {
+      slot_.storage().attach(slots.acquire(slot_.size()));
+      enqueue_accumulate(slot_, *accumulated_, slot_.range(), 1, /*overwrite=*/true, unit_.compute_stream());
+      free_accumulated(accumulations);
+    }
+    range = reduce_in_place(slot_, reduced_placements_, stream, label);
+  } else {
+    range = reduce_in_place(slot_, accumulated_placements_, stream, label);
+    if (deferred() && (!is_last_ || has_accumulated_)) {
+      ensure_accumulated(accumulations);
+      enqueue_accumulate(*accumulated_, slot_, range, 1, /*overwrite=*/!has_accumulated_, stream);
+      has_accumulated_ = true;
+      if (!is_last_) return;
+      enqueue_accumulate(slot_, *accumulated_, range, 1, /*overwrite=*/true, stream);
+      free_accumulated(accumulations);  // its next user writes it on the same stream
+    }
+    range = reduce_in_place(DBuffer::part_of(slot_, accumulated_placements_), reduced_placements_, stream, label);
+  }
+  FSDP_INVARIANT(range == main_weight_.range());
+  const bool overwrite = prepare_main_gradient();
+  enqueue_accumulate(*main_gradient_.buffer, slot_, range, divisor_, overwrite, stream);
+}
+
+// --- The main gradient and the leaves' .grad ---
+
+bool FsdpParameterGroup::any_gradient_defined() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return p.leaf.grad().defined(); });
+}
+
+// True when only this group refers to the gradient's views and memory, so that both can be used again.
+bool FsdpParameterGroup::gradient_views_unshared() const {
+  for (const auto& view : main_gradient_.views) {
+    if (view.use_count() != 1) return false;
+  }
+  return main_gradient_.buffer->storage().storage().use_count() == main_gradient_.views.size() + 1;
+}
+
+// Memory and views for the main gradient.
+void FsdpParameterGroup::ensure_main_gradient(bool fresh) {
+  auto& [buffer, views] = main_gradient_;
+  if (!buffer || (fresh && !gradient_views_unshared())) {  // first use, or somebody kept an old gradient
+    buffer = std::make_unique<DBuffer>(mesh_, layout_, strategy().optimizer, dtypes_.main,
+                                       "this gradient was freed by zero_grad");
+    views.clear();
+    for (std::size_t i = 0; i < parameters_.size(); ++i)
+      views.push_back(buffer->slice(buffer->piece(static_cast<int>(i))));
+  }
+  if (!buffer->storage().attached()) buffer->allocate();
+}
+
+// Tensors that the user put in place of a leaf's gradient move into the main gradient; undefined ones stay undefined.
+void FsdpParameterGroup::adopt_gradients() {
+  ensure_main_gradient(/*fresh=*/false);
+  at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    at::Tensor& gradient = parameters_[i].leaf.mutable_grad();
+    if (!gradient.defined() || gradient.is_same(main_gradient_.views[i])) continue;
+    main_gradient_.views[i].copy_(gradient);
+    gradient = main_gradient_.views[i];
+  }
+}
+
+// Before a reduction ends in the main gradient; returns whether it overwrites what is there.
+bool FsdpParameterGroup::prepare_main_gradient() {
+  const bool accumulate = any_gradient_defined();
+  ensure_main_gradient(/*fresh=*/!accumulate);
+  if (accumulate) adopt_gradients();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    at::Tensor& gradient = parameters_[i].leaf.mutable_grad();
+    if (gradient.defined()) continue;
+    if (accumulate) main_gradient_.views[i].zero_();
+    gradient = main_gradient_.views[i];
+  }
+  return !accumulate;
+}
+
+void FsdpParameterGroup::drop_unused_gradients() {
+  if (!main_gradient_.buffer || main_gradient_.buffer->storage().data() == nullptr) return;
+  const DBuffer& buffer = *main_gradient_.buffer;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const ElementRange piece = buffer.piece(static_cast<int>(i));
+    at::Tensor& gradient = parameters_[i].leaf.mutable_grad();
+    if (piece.empty() || !gradient.is_same(main_gradient_.views[i])) continue;
+    if (is_marked_unused(buffer.address(piece.begin), buffer.dtype())) gradient.reset();
+  }
+}
+
+at::Tensor FsdpParameterGroup::gradient_slice(ElementRange packed) {
+  if (!any_gradient_defined()) return {};
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& gradient = parameters_[i].leaf.grad();
+    const bool ours = i < main_gradient_.views.size() && gradient.is_same(main_gradient_.views[i]);
+    if (gradient.defined() && !ours) {
+      adopt_gradients();
+      break;
+    }
+  }
+  return main_gradient_.buffer->slice(packed);
+}
+
+std::vector<at::Tensor> FsdpParameterGroup::defined_gradients() {
+  const at::Tensor whole = gradient_slice(main_weight_.range());
+  if (!whole.defined()) return {};
+  std::vector<at::Tensor> some;
+  for (const auto& p : parameters_) {
+    if (p.leaf.grad().defined()) some.push_back(p.leaf.grad().detach());
+  }
+  if (some.size() == parameters_.size()) return {whole};  // padding is zero
+  return some;
+}
+
+void FsdpParameterGroup::drop_gradient_memory() {
+  auto& buffer = main_gradient_.buffer;
+  if (!buffer || !buffer->storage().attached() || any_gradient_defined()) return;
+  if (gradient_views_unshared()) {
+    buffer->storage().detach().clear();
+  } else {
+    buffer.reset();
+    main_gradient_.views.clear();
+  }
+}
+
+void FsdpParameterGroup::zero_gradients(bool set_to_none) {
+  for (auto& p : parameters_) {
+    at::Tensor& gradient = p.leaf.mutable_grad();
+    if (!gradient.defined()) continue;
+    if (set_to_none)
+      gradient.reset();
+    else
+      gradient.zero_();
+  }
+  if (set_to_none) drop_gradient_memory();
+}
+
+}  // namespace fsdp
