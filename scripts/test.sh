@@ -15,7 +15,7 @@ if [ "${1:-}" = --sanitize ]; then
       export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_stack_use_after_return=1}
       export UBSAN_OPTIONS=${UBSAN_OPTIONS:-halt_on_error=1:print_stacktrace=1}
       ;;
-    tsan) ;;
+    tsan) export OMP_NUM_THREADS=1 ;;  # LibTorch's OpenMP is not instrumented: its threads would be reported
     *) die "--sanitize: expected asan or tsan, got '$preset'" ;;
   esac
   folder=build-$preset

@@ -12,4 +12,19 @@ void make_parent_folder(const std::filesystem::path& path, const char* option) {
              error.message());
 }
 
+void check_output_file(const std::filesystem::path& path, const char* option,
+                       const std::vector<std::filesystem::path>& inputs) {
+  if (path.empty()) return;
+  std::error_code ignored;
+  FSDP_CHECK(!std::filesystem::exists(path, ignored) || std::filesystem::is_regular_file(path, ignored), UsageError,
+             "{}: {} exists and is not a regular file", option, path.string());
+  for (const auto& input : inputs) {
+    const bool same =
+        std::filesystem::weakly_canonical(path, ignored) == std::filesystem::weakly_canonical(input, ignored) ||
+        std::filesystem::equivalent(path, input, ignored);
+    FSDP_CHECK(!same, UsageError, "{}: {} is {}, which this run uses already; choose another file", option,
+               path.string(), input.string());
+  }
+}
+
 }  // namespace fsdp::app

@@ -2,6 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <filesystem>
+#include <vector>
+
 #include "apps/fsdp/config_check.h"
 #include "apps/fsdp/console.h"
 #include "apps/fsdp/interrupt.h"
@@ -46,7 +49,8 @@ RunResult run(const TrainShared& shared) {
       if (leads) result = own;
     });
   } catch (const std::exception& error) {
-    throw RunFailure(error.what());
+    const std::string what = error.what();  // without the stack trace that LibTorch adds
+    throw RunFailure(what.substr(0, what.find("\nException raised from")));
   }
   return result;
 }
@@ -61,6 +65,11 @@ int train(const TrainCommand& command) {
   const TextDataset data(config.data.files, {.context = config.run.context,
                                              .validation_fraction = config.data.validation_fraction,
                                              .seed = static_cast<std::uint64_t>(config.run.seed)});
+  std::vector<std::filesystem::path> inputs(config.data.files.begin(), config.data.files.end());
+  inputs.emplace_back(command.sources.file);
+  check_output_file(command.log, "--log", inputs);
+  if (!command.log.empty()) inputs.push_back(command.log);
+  check_output_file(command.profile, "--profile", inputs);
   if (!command.profile.empty()) make_parent_folder(command.profile, "--profile");
   RunLog log(command.log);
   Progress progress({.live = console::is_terminal(),

@@ -31,6 +31,7 @@ class GroupRegistry {
                                              deadline_);
       entry = {group, group, 0};
       if (!failure_.empty()) group->abort(failure_);
+      for (int rank : left_) group->leave(rank);
     }
     // Kept until all members have joined: one that joins late still learns what happened to the group.
     if (++entry.joined == static_cast<int>(ranks.size())) entry.until_joined.reset();
@@ -45,6 +46,14 @@ class GroupRegistry {
     }
   }
 
+  void leave(int rank) {
+    std::lock_guard lock(mutex_);
+    left_.push_back(rank);
+    for (auto& [key, entry] : groups_) {
+      if (auto group = entry.group.lock()) group->leave(rank);
+    }
+  }
+
  private:
   std::chrono::milliseconds deadline_;
   std::mutex mutex_;
@@ -55,6 +64,7 @@ class GroupRegistry {
   };
   std::map<std::string, Entry> groups_;
   std::string failure_;
+  std::vector<int> left_;  // ranks that have ended
 };
 
 }  // namespace
@@ -86,6 +96,7 @@ void run_ranks(int size, const std::function<void(World)>& rank_main, const Worl
     };
     try {
       rank_main(World(std::move(backend)));
+      registry->leave(rank);
     } catch (const std::exception& error) {
       fail(error.what());
     } catch (...) {

@@ -123,6 +123,24 @@ void Scheduler::finish_grad_sync() {
   if (microbatch_.is_last) end_of_step();
 }
 
+void Scheduler::check_gradients_reduced(const char* action) const {
+  for (const auto& unit : units_) {
+    for (const auto& group : unit->groups()) {
+      FSDP_CHECK(!group->has_accumulated(), UsageError,
+                 "{}: unit \"{}\" still holds gradients of microbatches that were not reduced: the last backward of a "
+                 "step must not be under no_sync() or "
+                 "microbatch({{.is_last = false}})",
+                 action, unit->name());
+    }
+  }
+}
+
+void Scheduler::drop_accumulated() {
+  for (auto& unit : units_) {
+    for (auto& group : unit->groups()) group->drop_accumulated(accumulation_pool_);
+  }
+}
+
 // --- Reduction ---
 
 void Scheduler::take_slot(FsdpModule& unit) {

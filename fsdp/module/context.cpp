@@ -102,6 +102,9 @@ FsdpContext::MicrobatchScope FsdpContext::microbatch(const MicrobatchOptions& op
 }
 
 void FsdpContext::finish_grad_sync() { scheduler_->finish_grad_sync(); }
+void FsdpContext::weights_changed() { scheduler_->weights_changed(); }
+void FsdpContext::check_gradients_reduced(const char* action) const { scheduler_->check_gradients_reduced(action); }
+void FsdpContext::drop_accumulated_gradients() { scheduler_->drop_accumulated(); }
 void FsdpContext::reset() { scheduler_->reset(); }
 
 FsdpContext::UnshardScope::UnshardScope(FsdpModule& unit) : unit_(unit) { unit_.pin(); }

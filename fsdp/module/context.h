@@ -46,7 +46,7 @@ struct ContextCounters {
   int peak_reduce_slots = 0;  // at most 2
 };
 
-class FsdpContext {
+class FsdpContext : public std::enable_shared_from_this<FsdpContext> {
  public:
   static std::shared_ptr<FsdpContext> create(DeviceMesh mesh, ContextOptions options = {});
   ~FsdpContext();  // waits for this rank's work in flight, frees everything; never communicates
@@ -94,6 +94,11 @@ class FsdpContext {
   // Throws UsageError naming a unit with half its gradients, or with gradients that nobody reduced.
   void finish_grad_sync();
 
+  // Says that leaves were written in a way that moves no version counter (through .data(), or by a kernel of one's own)
+  // while no backward was between: the next forward then gathers anew. Optimizer steps and in-place writes need no
+  // call.
+  void weights_changed();
+
   // After an exception, with all ranks alive: back to a clean sharded state; gradients of the step are dropped. All
   // ranks call it. Blocks the host.
   void reset();
@@ -120,6 +125,10 @@ class FsdpContext {
   [[nodiscard]] MemoryReport memory_report() const;
   [[nodiscard]] ContextCounters counters() const;
   void reset_peaks();
+
+  // For optimizers and clipping: throws UsageError when microbatches were accumulated and never reduced.
+  void check_gradients_reduced(const char* action) const;
+  void drop_accumulated_gradients();
 
   // Per-group access for optimizers; see module/parameter_group.h.
   [[nodiscard]] std::vector<FsdpParameterGroup*> groups() const;

@@ -48,7 +48,6 @@ ForwardScope::~ForwardScope() {
 }
 
 void ForwardScope::cast_input(at::Tensor& input) {
-  unit_.scheduler_.note_input(input);
   const auto& policy = unit_.options().mixed_precision;
   if (!policy.param_dtype || !policy.cast_forward_inputs || !input.defined() || !input.is_floating_point()) return;
   if (input.scalar_type() != *policy.param_dtype) input = input.to(*policy.param_dtype);

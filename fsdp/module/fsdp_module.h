@@ -60,10 +60,6 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
   void set_forward_prefetch(const std::vector<FsdpModule*>& units);
   void set_backward_prefetch(const std::vector<FsdpModule*>& units);
 
-  // Gathered until `unpin`, whatever releases come in between; see FsdpContext::unshard_scope.
-  void pin();
-  void unpin();
-
   // --- Called by hooks and gradient accumulators, not by users. ---
 
   // A gradient of a trainable parameter arrived (or will never come in this window): countdown.
@@ -74,6 +70,7 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
   [[nodiscard]] Stream compute_stream() const;
 
  private:
+  friend class FsdpContext;
   friend class ForwardScope;
   friend class Scheduler;
 
@@ -84,6 +81,9 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
   };
   void set_name(const std::string& name);
   void complete_window();
+  // Gathered until `unpin`, whatever releases come in between; for FsdpContext::UnshardScope.
+  void pin();
+  void unpin();
 
   Scheduler& scheduler_;
   const int index_;

@@ -124,6 +124,10 @@ void FsdpParameterGroup::close_window() {
   if (direct_) has_accumulated_ = true;
 }
 
+void FsdpParameterGroup::drop_accumulated(BufferPool& accumulations) {
+  if (has_accumulated_) free_accumulated(accumulations);
+}
+
 void FsdpParameterGroup::abandon_window(BufferPool& slots, BufferPool& accumulations) {
   if (slot_.storage().attached()) slots.release(slot_.storage().detach(), slot_.size());
   if (accumulated_ && accumulated_->storage().attached()) free_accumulated(accumulations);

@@ -29,6 +29,7 @@ class HookedForward;
   class HookedForward<Impl, Result (Owner::*)(Args...) CONST> : public Impl, public HookTarget {                      \
    public:                                                                                                            \
     using Impl::Impl;                                                                                                 \
+    static_assert(!std::is_reference_v<Result>, "forward must return by value: the hooks outlive a reference");       \
     Result forward(Args... args) {                                                                                    \
       if (unit() == nullptr) return Impl::forward(std::forward<Args>(args)...);                                       \
       return run_with_hooks(                                                                                          \

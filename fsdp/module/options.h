@@ -56,7 +56,7 @@ struct Prefetch {
   static Prefetch lists() { return {Kind::lists, 0}; }               // FsdpModule::set_forward_prefetch and _backward_
   static Prefetch recorded(int units = 1) {
     return {Kind::recorded, units};
-  }  // along the last iteration with equal input shapes
+  }  // along the last iteration from the same root
   // No order needed: a release waits until so many later gathers were issued (the host must run ahead of the device).
   static Prefetch delayed_release(int target_length = 1) { return {Kind::delayed_release, target_length}; }
 };

@@ -1,6 +1,7 @@
 #include "fsdp/module/parameter_group.h"
 
 #include <ATen/core/grad_mode.h>
+#include <fmt/ranges.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -70,6 +71,7 @@ FsdpParameterGroup::FsdpParameterGroup(FsdpModule& unit, std::shared_ptr<const S
   divisor_ = unit.options().gradient_divisor.value_or(mesh_->rank_count());
   on_meta_ = std::any_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return p.parameter.is_meta(); }) &&
              mesh_->mesh().runtime()->device() != c10::kMeta;
+  if (synchronize && mesh_->mesh().runtime()->device() != c10::kMeta) check_ranks_agree();
   model_weight_.allocate();
   if (!main_weight_.storage().attached()) main_weight_.allocate();
   if (mesh_->mesh().runtime()->device() != c10::kMeta && !on_meta_) pack_values(synchronize);
@@ -87,7 +89,55 @@ FsdpParameterGroup::~FsdpParameterGroup() {
 const Strategy& FsdpParameterGroup::strategy() const { return unit_.options().placements; }
 const PlacementList& FsdpParameterGroup::optimizer_placements() const { return strategy().optimizer; }
 
+void FsdpParameterGroup::check_usable() const {
+  FSDP_CHECK(!on_meta_, UsageError,
+             "unit \"{}\" was built on the meta device and has no values: call context->materialize(init) first",
+             unit_.name());
+  const auto& first = parameters_.front();
+  FSDP_CHECK(first.parameter.storage().unsafeGetStorageImpl() == whole_.storage().storage().unsafeGetStorageImpl() &&
+                 first.parameter.scalar_type() == dtypes_.compute,
+             UsageError,
+             "parameter \"{}\" of unit \"{}\" no longer is the tensor that was sharded (module->to(), set_data or a "
+             "load that replaces tensors): choose dtypes by "
+             "MixedPrecisionPolicy, and load values in place into context->parameters()",
+             first.name, unit_.name());
+  if (trainable_) return;
+  for (const auto& p : parameters_) {
+    FSDP_CHECK(!p.parameter.requires_grad(), UsageError,
+               "parameter \"{}\" of unit \"{}\" was frozen when it was sharded and requires a gradient now: set "
+               "requires_grad before fully_shard (freezing later "
+               "is possible, unfreezing is not)",
+               p.name, unit_.name());
+  }
+}
+
 // --- Construction ---
+
+// Ranks whose units differ would mix their weights silently: flat buffers of equal length need not mean equal
+// parameters.
+void FsdpParameterGroup::check_ranks_agree() const {
+  std::string description =
+      strategy().name + c10::toString(dtypes_.compute) + c10::toString(dtypes_.reduce) + c10::toString(dtypes_.main);
+  for (const auto& p : parameters_)
+    description += fmt::format("{} {} {};", p.name, fmt::join(p.sizes, "x"), fmt::join(p.strides, ","));
+  std::int64_t hash = 1469598103934665603LL;
+  for (unsigned char c : description)
+    hash = static_cast<std::int64_t>((static_cast<std::uint64_t>(hash) ^ c) * 1099511628211ULL);
+  hash >>= 2;  // its negative and the maximum of both fit
+  const Stream stream = mesh_->mesh().runtime()->compute_stream();
+  for (std::size_t axis = 0; axis < strategy().axes.size(); ++axis) {
+    std::int64_t extremes[2] = {hash, -hash};
+    mesh_->communicator(static_cast<int>(axis), Use::gather)
+        .all_reduce(extremes, extremes, Elements(2), c10::kLong, ReduceOp::max, stream, "FSDP:comparison of units");
+    stream.synchronize();
+    FSDP_CHECK(extremes[0] == hash && extremes[1] == -hash, UsageError,
+               "fully_shard: ranks along mesh axis \"{}\" shard different parameters (names, shapes, dtypes or "
+               "strategy); this rank {} has {} parameters, the first "
+               "is \"{}\" of {} elements",
+               strategy().axes[axis], mesh_->mesh().world().rank().value(), parameters_.size(), parameters_[0].name,
+               parameters_[0].parameter.numel());
+  }
+}
 
 void FsdpParameterGroup::pack_values(bool synchronize) {
   at::NoGradGuard no_grad;
@@ -164,11 +214,10 @@ void FsdpParameterGroup::install_accumulators() {
   written_.resize(parameters_.size());
 }
 
-void FsdpParameterGroup::set_names(const std::vector<std::string>& module_paths) {
+void FsdpParameterGroup::set_names(const std::vector<std::string>& prefixes) {
   std::string names;
   for (auto& p : parameters_) {
-    const auto& path = module_paths[p.module_index];
-    if (!path.empty()) p.name = path + "." + p.name;
+    p.name = prefixes[p.module_index] + p.name;
     if (names.size() < 200)
       names += (names.empty() ? "" : ", ") + p.name;
     else if (!names.ends_with(" ..."))
@@ -178,7 +227,8 @@ void FsdpParameterGroup::set_names(const std::vector<std::string>& module_paths)
   whole_.storage().set_released_message(
       fmt::format("a weight of unit \"{}\" was read while it is sharded (its parameters: {}). Run the unit through its "
                   "wrapped type, not through a pointer to the base "
-                  "type; run other methods with fsdp::call; read weights inside context->unshard_scope(unit)",
+                  "type; run other methods with fsdp::call; read weights, and run a second backward through them, "
+                  "inside context->unshard_scope(unit)",
                   unit_.name(), names));
 }
 

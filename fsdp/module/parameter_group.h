@@ -56,6 +56,9 @@ class FsdpParameterGroup {
   [[nodiscard]] const PlacementList& optimizer_placements() const;
   [[nodiscard]] const DBuffer& main_weight() const { return main_weight_; }
   [[nodiscard]] bool on_meta() const { return on_meta_; }
+  // Throws UsageError when a forward would use the wrong weights: no values yet, tensors replaced, or unfrozen too
+  // late.
+  void check_usable() const;
   [[nodiscard]] FsdpModule& unit() const { return unit_; }
 
   // Weights. Both enqueue on `stream`; the whole weight's memory comes from `pool`, used on that stream only.
@@ -84,6 +87,8 @@ class FsdpParameterGroup {
     return slot_.storage().attached() ? slot_.storage().detach() : c10::DataPtr();
   }
   [[nodiscard]] bool has_accumulated() const { return has_accumulated_; }
+  void drop_accumulated(BufferPool& accumulations);
+  [[nodiscard]] bool any_gradient_defined() const;  // of the leaves
   // Leaves whose parameter no rank used lose their `.grad`. The current stream has waited for the reductions.
   void drop_unused_gradients();
   // Part of the main gradient, padding included; undefined while there is none. The leaves' `.grad` are read, so a
@@ -96,8 +101,8 @@ class FsdpParameterGroup {
   void zero_gradients(bool set_to_none);
   void abandon_window(BufferPool& slots, BufferPool& accumulations);  // after an error
 
-  // Turns names into paths from the root; `module_paths` are those of the unit's modules.
-  void set_names(const std::vector<std::string>& module_paths);
+  // Turns names into paths from the root; `prefixes` are those of the unit's modules, with their separator.
+  void set_names(const std::vector<std::string>& prefixes);
   // Values from a function of (name, whole tensor), for parameters built on the meta device.
   void materialize(const std::function<void(const std::string&, at::Tensor&)>& fill);
   // Whole tensor of one parameter from the shards of `source`: main weights, or gradients. Collective, blocks the host.
@@ -119,6 +124,7 @@ class FsdpParameterGroup {
 
   [[nodiscard]] const Strategy& strategy() const;
   void pack_values(bool synchronize);
+  void check_ranks_agree() const;
   void store_shards(const DBuffer& whole_main);
   void install_views();
   void make_leaves();
@@ -136,7 +142,6 @@ class FsdpParameterGroup {
   void adopt_gradients();
   bool prepare_main_gradient();
   [[nodiscard]] bool gradient_views_unshared() const;
-  [[nodiscard]] bool any_gradient_defined() const;
   void enqueue_accumulate(const DBuffer& to, const DBuffer& from, ElementRange range, double divisor, bool overwrite,
                           const Stream& stream) const;
 

@@ -30,8 +30,8 @@ class PrefetchTable {
   std::vector<std::vector<int>> tables_[2];  // [phase][unit] -> units, nearest first
 };
 
-// The order in which units were needed during the last iteration of each kind (input signature), replayed one step
-// ahead. A departure from it is counted and ends the replay for that iteration; it is never fatal.
+// The order in which units were needed during the last iteration of each kind (signature: equal on all ranks), replayed
+// one step ahead. A departure from it is counted and ends the replay for that iteration; it is never fatal.
 class RecordedOrder {
  public:
   void begin(std::uint64_t signature);

@@ -46,6 +46,13 @@ trace::Span* Scheduler::issue_span(const char* name, trace::Kind kind, const Str
 
 // --- Weights ---
 
+bool Scheduler::any_gradient_defined() const {
+  return std::any_of(units_.begin(), units_.end(), [](const auto& unit) {
+    return std::any_of(unit->groups().begin(), unit->groups().end(),
+                       [](const auto& group) { return group->any_gradient_defined(); });
+  });
+}
+
 // Gathers from here on read what the optimizer, or whoever else, has written so far.
 void Scheduler::begin_epoch_if_needed() {
   Event written;
@@ -53,9 +60,12 @@ void Scheduler::begin_epoch_if_needed() {
   gather_stream_.wait(written);
   // Several forwards before one backward (two roots, a module run twice) read the same weights, unless a leaf changed.
   const auto versions = leaf_versions();
-  if (versions == leaf_versions_ && epoch_ > 0 && (awaiting_backward_ || !weights_may_change_)) return;
+  // An optimizer needs gradients, so where there were none when the epoch began, none has stepped since.
+  const bool shared = awaiting_backward_ && !gradients_at_epoch_start_;
+  if (versions == leaf_versions_ && epoch_ > 0 && (shared || !weights_may_change_)) return;
   ++epoch_;
   awaiting_backward_ = false;
+  gradients_at_epoch_start_ = any_gradient_defined();
   leaf_versions_ = versions;
   for (auto& unit : units_) {
     for (auto& group : unit->groups()) group->drop_gradient_memory();
@@ -64,7 +74,7 @@ void Scheduler::begin_epoch_if_needed() {
 
 // Grows with every in-place write to a leaf.
 std::int64_t Scheduler::leaf_versions() const {
-  std::int64_t sum = 0;
+  std::int64_t sum = foreign_writes_;
   for (const auto& unit : units_) {
     for (const auto& group : unit->groups()) {
       for (const auto& p : group->parameters()) sum += p.leaf._version();
@@ -194,24 +204,11 @@ void Scheduler::begin_outermost_forward() {
              "the previous backward ended with an exception: call context->reset() on every rank before going on");
   begin_epoch_if_needed();
   backward_expected_ = false;
-  signature_ = at::GradMode::is_enabled() ? 1 : 0;
-}
-
-void Scheduler::note_input(const at::Tensor& input) {
-  if (options_.prefetch.kind != Prefetch::Kind::recorded || forward_depth_ != 1 || recorded_.active() ||
-      !input.defined())
-    return;
-  for (const auto size : input.sizes())
-    signature_ = signature_ * 1099511628211ULL + static_cast<std::uint64_t>(size) + 1;
 }
 
 void Scheduler::pre_forward(FsdpModule& unit) {
   if (!finalized_) finalize();
-  for (const auto& group : unit.groups_) {
-    FSDP_CHECK(!group->on_meta(), UsageError,
-               "unit \"{}\" was built on the meta device and has no values: call context->materialize(init) first",
-               unit.name());
-  }
+  for (const auto& group : unit.groups_) group->check_usable();
   if (forward_depth_ == 0) begin_outermost_forward();
   issue_gather(unit);
   if (unit.forwards_left_ == 0) unit.forwards_left_ = static_cast<int>(unit.modules_.size());
@@ -220,8 +217,10 @@ void Scheduler::pre_forward(FsdpModule& unit) {
 
 // After the arguments were seen: what follows is prefetched, then the current stream waits for the weights.
 void Scheduler::start_forward(FsdpModule& unit) {
-  if (options_.prefetch.kind == Prefetch::Kind::recorded && forward_depth_ == 1 && !recorded_.active())
-    recorded_.begin(signature_);
+  if (options_.prefetch.kind == Prefetch::Kind::recorded && forward_depth_ == 1 && !recorded_.active()) {
+    // Equal on all ranks, whatever the shapes of their data: the root, and whether it trains.
+    recorded_.begin(static_cast<std::uint64_t>(unit.index()) * 2 + (at::GradMode::is_enabled() ? 1 : 0));
+  }
   need(unit, Phase::forward);
 }
 

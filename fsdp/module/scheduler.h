@@ -32,9 +32,8 @@ class Scheduler {
   void set_prefetch_list(Phase phase, const FsdpModule& unit, const std::vector<FsdpModule*>& targets);
 
   // Automatic mode, called by the hooks.
-  void pre_forward(FsdpModule& unit);        // issues the unit's gather
-  void note_input(const at::Tensor& input);  // of the forward under way; its shape is part of the signature
-  void start_forward(FsdpModule& unit);      // prefetches, waits for the weights
+  void pre_forward(FsdpModule& unit);    // issues the unit's gather
+  void start_forward(FsdpModule& unit);  // prefetches, waits for the weights
   void post_forward(FsdpModule& unit, bool backward_expected);
   void abandon_forward(FsdpModule& unit);  // an exception left the forward
   void pre_backward(FsdpModule& unit);
@@ -49,6 +48,9 @@ class Scheduler {
   void reduce(FsdpModule& unit);
   void launch_queued(FsdpModule& unit);  // a delayed reduction whose unit needs its window again
   void finish_grad_sync();
+  void weights_changed() { ++foreign_writes_; }
+  void check_gradients_reduced(const char* action) const;  // throws UsageError naming the unit
+  void drop_accumulated();
   void reset();
 
   // State that units read.
@@ -87,6 +89,7 @@ class Scheduler {
   void end_outermost_forward();
   void begin_epoch_if_needed();
   [[nodiscard]] std::int64_t leaf_versions() const;
+  [[nodiscard]] bool any_gradient_defined() const;
   void need(FsdpModule& unit, std::optional<Phase> phase);
   void prefetch_after(FsdpModule& unit, Phase phase);
   void issue_gather(FsdpModule& unit);
@@ -122,7 +125,6 @@ class Scheduler {
   std::vector<int> forward_order_, backward_order_;
   int first_owner_ = -1, last_owner_ = -1;  // of forward_order, among units that own weights
   PrefetchTable prefetch_table_;
-  std::uint64_t signature_ = 0;  // of the inputs of the outermost forward
   RecordedOrder recorded_;
   std::vector<std::pair<std::pair<Phase, int>, std::vector<int>>> pending_lists_;  // set before finalization
   bool finalized_ = false;
@@ -132,7 +134,9 @@ class Scheduler {
   std::int64_t epoch_ = 0;          // grows whenever weights may have changed since
   bool weights_may_change_ = true;  // outside of a step: between its last and the next first microbatch
   bool awaiting_backward_ = false;  // a forward of this epoch will have one
-  std::int64_t leaf_versions_ = 0;  // when the epoch started
+  bool gradients_at_epoch_start_ = false;
+  std::int64_t leaf_versions_ = 0;   // when the epoch started
+  std::int64_t foreign_writes_ = 0;  // announced by whoever writes leaves without moving their versions
   int forward_depth_ = 0;
   bool backward_active_ = false;
   int graph_task_ = -1;

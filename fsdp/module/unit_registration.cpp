@@ -2,6 +2,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <set>
 
@@ -41,8 +42,9 @@ FsdpModule& Scheduler::add_unit(std::vector<std::shared_ptr<torch::nn::Module>> 
   FSDP_CHECK(!modules.empty(), UsageError, "fully_shard: no module given");
   options.placements.validate();
   auto sub_mesh = std::make_shared<const SubMesh>(mesh_, options.placements.axes);
-  FSDP_CHECK(options.gradient_divisor.value_or(1) > 0, UsageError,
-             "fully_shard: gradient_divisor is {}, expected more than 0", *options.gradient_divisor);
+  FSDP_CHECK(options.gradient_divisor.value_or(1) > 0 && std::isfinite(options.gradient_divisor.value_or(1)),
+             UsageError, "fully_shard: gradient_divisor is {}, expected a finite number above 0",
+             *options.gradient_divisor);
   std::set<const torch::nn::Module*> members;
   for (const auto& module : modules) {
     FSDP_CHECK(module != nullptr, UsageError, "fully_shard: a module is null");
@@ -170,20 +172,19 @@ void Scheduler::name_units() {
     for (const auto& module : units_[tree_.roots[r]]->modules_) visit(*module, prefix);
   }
   for (auto& unit : units_) {
-    std::vector<std::string> module_paths;
+    std::vector<std::string> prefixes;
     std::string name;
     for (const auto& module : unit->modules_) {
-      std::string path = paths.at(module.get());
+      const std::string& path = paths.at(module.get());
       if (!name.empty()) name += "+";
       const bool root = path.empty() || path.ends_with("/");
       name += root ? path + "<root>" : path;
-      if (path.ends_with("/")) path.pop_back();
-      module_paths.push_back(std::move(path));
+      prefixes.push_back(root ? path : path + ".");
     }
     unit->set_name(parent_[unit->index()] == -1 && unit->modules_.size() > 1
                        ? name.substr(0, name.find("<root>")) + "<root>"
                        : name);
-    for (auto& group : unit->groups_) group->set_names(module_paths);
+    for (auto& group : unit->groups_) group->set_names(prefixes);
   }
 }
 

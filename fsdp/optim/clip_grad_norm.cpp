@@ -11,6 +11,7 @@
 #include <map>
 #include <vector>
 
+#include "fsdp/base/check.h"
 #include "fsdp/dbuffer/dbuffer.h"
 
 namespace fsdp {
@@ -29,6 +30,7 @@ std::vector<int> split_axes(const FsdpParameterGroup& group, const DeviceMesh& m
 }  // namespace
 
 at::Tensor grad_norm(FsdpContext& context) {
+  context.check_gradients_reduced("grad_norm");
   at::NoGradGuard no_grad;
   const DeviceMesh& mesh = context.mesh();
   const auto device = mesh.runtime()->device();
@@ -57,6 +59,7 @@ at::Tensor grad_norm(FsdpContext& context) {
 }
 
 at::Tensor clip_grad_norm_(FsdpContext& context, double max_norm) {
+  FSDP_CHECK(max_norm > 0, UsageError, "clip_grad_norm_: max_norm is {}, expected more than 0", max_norm);
   at::Tensor norm = grad_norm(context);
   at::NoGradGuard no_grad;
   const at::Tensor wanted = at::clamp((norm + 1e-6).reciprocal().mul(max_norm), {}, 1.0);

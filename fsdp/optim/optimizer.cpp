@@ -6,6 +6,7 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "fsdp/base/check.h"
 
@@ -13,11 +14,12 @@ namespace fsdp {
 
 ShardedOptimizer::ShardedOptimizer(FsdpContext& context, double learning_rate, int state_count,
                                    const ParameterOptionsFunction& options)
-    : context_(context), learning_rate_(learning_rate) {
-  context_.finalize();
-  const auto scalar = at::TensorOptions().dtype(at::kFloat).device(context_.mesh().runtime()->device());
+    : context_(context.weak_from_this()) {
+  set_learning_rate(learning_rate);
+  context.finalize();
+  const auto scalar = at::TensorOptions().dtype(at::kFloat).device(context.mesh().runtime()->device());
   skipped_ = at::zeros({}, scalar);
-  for (FsdpParameterGroup* group : context_.groups()) {
+  for (FsdpParameterGroup* group : context.groups()) {
     if (!group->trainable()) continue;
     const DBuffer& weight = group->main_weight();
     for (std::size_t i = 0; i < group->parameters().size(); ++i) {
@@ -57,7 +59,23 @@ void ShardedOptimizer::split(std::size_t index) {
                std::make_move_iterator(parts.end()));
 }
 
+std::shared_ptr<FsdpContext> ShardedOptimizer::context() const {
+  auto context = context_.lock();
+  FSDP_CHECK(context != nullptr, UsageError,
+             "the FsdpContext of this optimizer was destroyed: keep the context as long as its optimizers");
+  return context;
+}
+
+void ShardedOptimizer::set_learning_rate(double learning_rate) {
+  FSDP_CHECK(std::isfinite(learning_rate) && learning_rate >= 0, UsageError,
+             "the learning rate is {}, expected a finite number of 0 or more", learning_rate);
+  learning_rate_ = learning_rate;
+}
+
 void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
+  const auto alive = context();
+  alive->check_gradients_reduced("optimizer step");
+  alive->weights_changed();
   at::NoGradGuard no_grad;
   std::optional<at::Tensor> skip;
   if (gradient_norm) {
@@ -91,7 +109,9 @@ void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
 
 void ShardedOptimizer::zero_grad(bool set_to_none) {
   at::NoGradGuard no_grad;
-  for (FsdpParameterGroup* group : context_.groups()) {
+  const auto alive = context();
+  alive->drop_accumulated_gradients();
+  for (FsdpParameterGroup* group : alive->groups()) {
     if (group->trainable()) group->zero_gradients(set_to_none);
   }
 }

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -51,7 +52,7 @@ class ShardedOptimizer {
   void zero_grad(bool set_to_none = true);
 
   [[nodiscard]] double learning_rate() const { return learning_rate_; }
-  void set_learning_rate(double learning_rate) { learning_rate_ = learning_rate; }
+  void set_learning_rate(double learning_rate);  // throws UsageError unless it is finite and not negative
 
   // Steps skipped for a gradient norm that was not finite. Waits for the device.
   [[nodiscard]] std::int64_t skipped_steps() const;
@@ -69,7 +70,9 @@ class ShardedOptimizer {
  private:
   void split(std::size_t run);  // into one run per parameter, when their gradients stop coming together
 
-  FsdpContext& context_;
+  std::shared_ptr<FsdpContext> context() const;  // throws UsageError when it is gone
+
+  std::weak_ptr<FsdpContext> context_;
   double learning_rate_;
   std::vector<ShardRun> runs_;
   at::Tensor skipped_;  // fp32 scalar

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/container/sequential.h>
+#include <torch/optim/sgd.h>
 
 #include <map>
 
@@ -78,6 +79,47 @@ TEST(Lifecycle, WeightsReadInAScopeAreTheOptimizersLatest) {
             },
             {}, {.placements = strategy, .mixed_precision = {.param_dtype = at::kBFloat16}});
   }
+}
+
+TEST(Lifecycle, AForwardWithoutBackwardBeforeTheStepDoesNotLeaveWeightsStale) {
+  for (const Strategy& strategy : {ddp("dp"), zero1("dp"), zero2("dp"), zero3("dp")}) {
+    for (bool own : {false, true}) {
+      run_toy(2,
+              [&](ToyRank& r) {
+                auto reference = make_toy_model();
+                torch::optim::SGD torch_optimizer(r.context->parameters(), 0.1),
+                    reference_optimizer(reference->parameters(), 0.1);
+                Sgd own_optimizer(*r.context, {.learning_rate = 0.1});
+                for (int step = 0; step < 3; ++step) {
+                  reference_optimizer.zero_grad();
+                  toy_loss(reference, step).backward();
+                  reference_optimizer.step();
+                  toy_loss(r.model, step).backward();
+                  (void)toy_loss(r.model, step).item<double>();  // tracked, never followed by a backward
+                  if (own)
+                    own_optimizer.step();
+                  else
+                    torch_optimizer.step();
+                  own_optimizer.zero_grad();
+                }
+                EXPECT_NEAR(toy_loss(r.model, 7).item<double>(), toy_loss(reference, 7).item<double>(), 1e-5)
+                    << strategy.name << own;
+              },
+              {}, {.placements = strategy});
+    }
+  }
+}
+
+TEST(Lifecycle, RecordedOrderDoesNotDependOnShapesThatDifferBetweenRanks) {
+  run_toy(2,
+          [](ToyRank& r) {
+            for (int step = 0; step < 4; ++step) {
+              const std::int64_t rows = step % 2 == 1 && r.rank == 1 ? 2 : 4;
+              r.model->forward(random({rows, kToyInputs}, step)).sum().backward();
+            }
+            EXPECT_EQ(r.context->counters().order_mismatches, 0);
+          },
+          {.prefetch = Prefetch::recorded(2)});
 }
 
 TEST(Lifecycle, WeightsWrittenInsideAnAccumulationWindowAreSeen) {

@@ -49,6 +49,7 @@ ThreadsGroup::ThreadsGroup(std::string name, std::vector<int> members, std::chro
       deadline_(deadline),
       operations_(members_.size()),
       arrived_(members_.size()),
+      left_(members_.size()),
       resetting_(members_.size()),
       offers_(members_.size() * members_.size()) {}
 
@@ -62,6 +63,23 @@ void ThreadsGroup::abort(const std::string& reason) {
     if (aborted_.empty()) aborted_ = reason;
   }
   changed_.notify_all();
+}
+
+void ThreadsGroup::leave(int world_rank) {
+  {
+    std::lock_guard lock(mutex_);
+    for (std::size_t r = 0; r < members_.size(); ++r) {
+      if (members_[r] == world_rank) left_[r] = true;
+    }
+  }
+  changed_.notify_all();
+}
+
+bool ThreadsGroup::someone_left_without(const std::vector<bool>& arrived) const {
+  for (std::size_t r = 0; r < members_.size(); ++r) {
+    if (left_[r] && !arrived[r]) return true;
+  }
+  return false;
 }
 
 void ThreadsGroup::throw_aborted(int rank, const Collective& operation) const {
@@ -83,15 +101,18 @@ void ThreadsGroup::meet(int rank, const Collective& operation, Meeting meeting) 
     return;
   }
   const auto mine = generation_;
-  const bool in_time = changed_.wait_for(lock, deadline_, [&] { return generation_ != mine || !aborted_.empty(); });
+  const bool in_time = changed_.wait_for(
+      lock, deadline_, [&] { return generation_ != mine || !aborted_.empty() || someone_left_without(arrived_); });
   if (generation_ != mine) return;
-  if (in_time) throw_aborted(rank, operation);
+  if (!aborted_.empty()) throw_aborted(rank, operation);
   std::string missing;
   for (std::size_t r = 0; r < members_.size(); ++r) {
     if (!arrived_[r]) missing += (missing.empty() ? "" : ", ") + std::to_string(members_[r]);
   }
-  aborted_ = fmt::format("rank {}: {} on communicator {} waited {} ms; missing ranks: {}", members_[rank],
-                         describe(operation), name_, deadline_.count(), missing);
+  const std::string how =
+      in_time ? "cannot complete, for a rank has ended" : fmt::format("waited {} ms", deadline_.count());
+  aborted_ = fmt::format("rank {}: {} on communicator {} {}; missing ranks: {}", members_[rank], describe(operation),
+                         name_, how, missing);
   lock.unlock();
   changed_.notify_all();
   throw CommunicationError(aborted_);

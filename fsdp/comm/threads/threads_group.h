@@ -25,6 +25,8 @@ class ThreadsGroup {
   [[nodiscard]] static std::shared_ptr<CommunicatorBackend> join(std::shared_ptr<ThreadsGroup> group, int group_rank);
 
   void abort(const std::string& reason);
+  // A world rank has ended without an error: whoever waits for it, now or later, fails at once.
+  void leave(int world_rank);
 
  private:
   friend class ThreadsBackend;
@@ -38,6 +40,7 @@ class ThreadsGroup {
   void finish_moving();
   void compare_operations();
   void reset(int rank);
+  [[nodiscard]] bool someone_left_without(const std::vector<bool>& arrived) const;
   [[noreturn]] void throw_aborted(int rank, const Collective& operation) const;
 
   const std::string name_;
@@ -51,6 +54,7 @@ class ThreadsGroup {
   std::condition_variable changed_;
   std::vector<bool> arrived_;  // [group rank]
   int arrived_count_ = 0;
+  std::vector<bool> left_;  // [group rank] ended
   std::int64_t generation_ = 0;
   std::string aborted_;  // the reason; empty while usable
   int moving_ = 0;       // ranks that may still read others' buffers: nobody leaves before they are done
