@@ -91,25 +91,24 @@ void fused_adamw(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
 }  // namespace
 
 void register_meta_kernels() {
-  static torch::Library* meta = [] {
-    auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::Meta, __FILE__, __LINE__);
-    library->impl("where.self", TORCH_FN(where));
-    library->impl("index_select", TORCH_FN(index_select));
-    library->impl("embedding_dense_backward", TORCH_FN(embedding_dense_backward));
-    library->impl("native_layer_norm", TORCH_FN(layer_norm));
-    library->impl("native_layer_norm_backward", TORCH_FN(layer_norm_backward));
-    library->impl("relu", TORCH_FN(relu));
-    library->impl("_fused_rms_norm", TORCH_FN(fused_rms_norm));
-    library->impl("_fused_rms_norm_backward", TORCH_FN(fused_rms_norm_backward));
-    library->impl("_scaled_dot_product_flash_attention", TORCH_FN(flash_attention));
-    library->impl("_scaled_dot_product_flash_attention_backward", TORCH_FN(flash_attention_backward));
-    library->impl("_fused_adamw_", TORCH_FN(fused_adamw));
-    return library;  // for the life of the process
+  static const torch::Library meta = [] {
+    torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::Meta, __FILE__, __LINE__);
+    library.impl("where.self", TORCH_FN(where));
+    library.impl("index_select", TORCH_FN(index_select));
+    library.impl("embedding_dense_backward", TORCH_FN(embedding_dense_backward));
+    library.impl("native_layer_norm", TORCH_FN(layer_norm));
+    library.impl("native_layer_norm_backward", TORCH_FN(layer_norm_backward));
+    library.impl("relu", TORCH_FN(relu));
+    library.impl("_fused_rms_norm", TORCH_FN(fused_rms_norm));
+    library.impl("_fused_rms_norm_backward", TORCH_FN(fused_rms_norm_backward));
+    library.impl("_scaled_dot_product_flash_attention", TORCH_FN(flash_attention));
+    library.impl("_scaled_dot_product_flash_attention_backward", TORCH_FN(flash_attention_backward));
+    library.impl("_fused_adamw_", TORCH_FN(fused_adamw));
+    return library;
   }();
-  static torch::Library* autograd = [] {
-    auto* library =
-        new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradMeta, __FILE__, __LINE__);
-    library->impl("scaled_dot_product_attention", TORCH_FN(attention));  // one operator instead of its decomposition
+  static const torch::Library autograd = [] {
+    torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradMeta, __FILE__, __LINE__);
+    library.impl("scaled_dot_product_attention", TORCH_FN(attention));  // one operator instead of its decomposition
     return library;
   }();
   (void)meta;
