@@ -4,6 +4,7 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/mesh/device_mesh.h"
+#include "fsdp/mesh/launch.h"
 #include "fsdp/mesh/run_ranks.h"
 #include "fsdp/mesh/world.h"
 #include "fsdp/module/call.h"

@@ -23,7 +23,7 @@ std::vector<std::int64_t> sample_tokens(Transformer& model, const std::vector<st
   const auto& config = model->config();
   const auto limit = options.context > 0 ? std::min(options.context, config.max_context) : config.max_context;
   auto tokens = prompt;
-  for (std::int64_t i = 0; i < options.length; ++i) {
+  for (std::int64_t i = 0; i < options.length && !(options.stop && options.stop()); ++i) {
     const auto visible = std::min<std::int64_t>(limit, static_cast<std::int64_t>(tokens.size()));
     const auto input =
         at::tensor(at::ArrayRef<std::int64_t>(tokens.data() + tokens.size() - visible, visible), at::kLong)

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "models/transformer.h"
@@ -15,6 +16,7 @@ struct SamplingOptions {
   std::int64_t context = 0;   // latest tokens that the model sees; 0: its max_context
   double temperature = 0.8;   // 0: always the likeliest token
   std::uint64_t seed = 0;
+  std::function<bool()> stop = {};  // asked before each token, with equal answers on all ranks; empty: never
 };
 
 // The added tokens, without the prompt. The prompt has at least one token.

@@ -54,9 +54,19 @@ at::Tensor TransformerImpl::forward(const at::Tensor& tokens) {
   return config_.tied_embeddings ? embedding_->logits(hidden) : head_->forward(hidden);
 }
 
-at::Tensor TransformerImpl::loss(const at::Tensor& tokens, const at::Tensor& targets) {
+at::Tensor TransformerImpl::cross_entropy(const at::Tensor& tokens, const at::Tensor& targets,
+                                          at::Reduction::Reduction reduction) {
   const auto logits = forward(tokens);
-  return at::cross_entropy_loss(logits.reshape({-1, config_.vocabulary}).to(at::kFloat), targets.reshape({-1}));
+  return at::cross_entropy_loss(logits.reshape({-1, config_.vocabulary}).to(at::kFloat), targets.reshape({-1}), {},
+                                reduction);
+}
+
+at::Tensor TransformerImpl::loss(const at::Tensor& tokens, const at::Tensor& targets) {
+  return cross_entropy(tokens, targets, at::Reduction::Mean);
+}
+
+at::Tensor TransformerImpl::loss_sum(const at::Tensor& tokens, const at::Tensor& targets) {
+  return cross_entropy(tokens, targets, at::Reduction::Sum);
 }
 
 void initialize_transformer(const TransformerConfig& config, const std::string& name, at::Tensor& whole,

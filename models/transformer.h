@@ -9,6 +9,7 @@
 #pragma once
 
 #include <ATen/core/Generator.h>
+#include <ATen/core/Reduction.h>
 #include <ATen/core/Tensor.h>
 
 #include <memory>
@@ -44,13 +45,16 @@ class TransformerImpl : public torch::nn::Module {
 
   // tokens: int64 (batch, position) -> logits (batch, position, vocabulary)
   at::Tensor forward(const at::Tensor& tokens);
-  // Mean cross entropy over all positions, in fp32; targets as tokens.
+  // Cross entropy in fp32, mean or sum over the targets; targets as tokens, -100 counts for nothing.
   at::Tensor loss(const at::Tensor& tokens, const at::Tensor& targets);
+  at::Tensor loss_sum(const at::Tensor& tokens, const at::Tensor& targets);
 
   [[nodiscard]] const TransformerConfig& config() const { return config_; }
   [[nodiscard]] const std::vector<TransformerBlock>& blocks() const { return blocks_; }
 
  private:
+  at::Tensor cross_entropy(const at::Tensor& tokens, const at::Tensor& targets, at::Reduction::Reduction reduction);
+
   TransformerConfig config_;
   Embedding embedding_{nullptr};
   std::vector<TransformerBlock> blocks_;

@@ -2,8 +2,9 @@
 # Installs what building and testing need, on Debian 12 as root or with sudo. Quick when nothing is missing.
 # Usage: scripts/setup.sh
 #
-# Debian packages (scripts/packages.txt) come from apt-get, LibTorch and its libraries (scripts/requirements.txt) from
-# the Python package index into .venv: a download of about 2.5 GB, once. An installed torch 2.11.0 can be used instead:
+# Debian packages (scripts/packages.txt) come from apt-get, LibTorch and its libraries (scripts/requirements.txt) and the
+# tokenizers (scripts/requirements-tokenize.txt) from the Python package index into .venv: a download of about 2.5 GB,
+# once. An installed torch 2.11.0 can be used instead:
 #   FSDP_TORCH_ROOT=/path/to/site-packages/torch scripts/setup.sh     (the same variable for the other scripts)
 # What the tools print goes to .cache/setup.log.
 source "$(dirname "$0")/lib.sh"
@@ -30,7 +31,7 @@ missing_packages() {
 
 # What was installed last time, from what: changes when this script or a list changes.
 fingerprint() {
-  cat scripts/setup.sh scripts/packages.txt scripts/requirements.txt | sha256sum | cut -d ' ' -f 1
+  cat scripts/setup.sh scripts/packages.txt scripts/requirements*.txt | sha256sum | cut -d ' ' -f 1
   find_torch
 }
 
@@ -82,24 +83,32 @@ check_torch() {
   [ -e "$folder/lib/libtorch_cpu.so" ] || die "FSDP_TORCH_ROOT=$folder has no lib/libtorch_cpu.so"
 }
 
-install_torch() {
-  local free_kb python=/usr/bin/python3
+make_venv() {
+  local python=/usr/bin/python3
   [ -x "$python" ] || python=python3
   if [ -d .venv ] && ! .venv/bin/python -c 'import pip' 2>/dev/null; then
     rm -rf .venv  # left half made, or made by a Python that is gone
   fi
+  [ -d .venv ] && return
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$python is $("$python" -V), and the pinned packages need Python 3.11 or later"
+  "$python" -m venv .venv >>"$log" 2>&1 || fail_with_log "$python -m venv .venv failed"
+}
+
+# pip_install LIST [OPTION...]
+pip_install() {
+  retry .venv/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off -r "$@" ||
+    fail_with_log "pip could not install $1: is the network up, or a proxy or index to be set in pip's configuration? The whole log is $log"
+}
+
+install_torch() {
+  local free_kb
   if [ "$(torch_version_of "$(find_torch)")" != "$torch_version" ]; then
     free_kb=$(df -Pk . | awk 'NR == 2 {print $4}')
     [ "$free_kb" -ge $venv_needs_kb ] ||
       die "$((free_kb / 1000000)) GB are free in $tree, and LibTorch needs $((venv_needs_kb / 1000000)). Free some, or name an installed torch $torch_version with FSDP_TORCH_ROOT"
     say "setup: installing LibTorch $torch_version into .venv (a download of about 2.5 GB)"
   fi
-  if [ ! -d .venv ]; then
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$python is $("$python" -V), and the pinned packages need Python 3.11 or later"
-    "$python" -m venv .venv >>"$log" 2>&1 || fail_with_log "$python -m venv .venv failed"
-  fi
-  retry .venv/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off -r scripts/requirements.txt ||
-    fail_with_log "pip could not install scripts/requirements.txt: is the network up, or a proxy or index to be set in pip's configuration? The whole log is $log"
+  pip_install scripts/requirements.txt
   [ "$(torch_version_of "$(find_torch)")" = "$torch_version" ] || fail_with_log "pip ended well, but .venv has no torch $torch_version"
 }
 
@@ -116,6 +125,8 @@ if [ -n "$missing" ]; then
   # shellcheck disable=SC2086  # one word a package
   install_packages $missing
 fi
+make_venv
 [ -n "${FSDP_TORCH_ROOT:-}" ] || install_torch
+pip_install scripts/requirements-tokenize.txt --no-deps  # what they ask for serves downloads only
 fingerprint >$stamp
 say "setup: ready, LibTorch $torch_version in $(find_torch)"

@@ -64,6 +64,9 @@ void validate_train_config(const TrainConfig& config) {
              "run.sample_prompt: expected at least one character to continue, got none; set run.sample_length = 0 for "
              "no sample");
   FSDP_CHECK(!config.data.files.empty(), UsageError, "data.files: expected at least one file, got an empty list");
+  FSDP_CHECK(config.data.weights.empty() || config.data.weights.size() == config.data.files.size(), UsageError,
+             "data.weights: expected one number a file, {} for data.files, got {}", config.data.files.size(),
+             config.data.weights.size());
 }
 
 }  // namespace fsdp::app

@@ -25,13 +25,20 @@ std::optional<Value> to_value(const toml::node& node) {
   if (const auto* text = node.as_string()) return Value(text->get());
   const auto* array = node.as_array();
   if (array == nullptr) return std::nullopt;
-  TextList list;
+  TextList texts;
+  NumberList numbers;
   for (const auto& element : *array) {
-    const auto* text = element.as_string();
-    if (text == nullptr) return std::nullopt;
-    list.push_back(text->get());
+    if (const auto* text = element.as_string()) {
+      texts.push_back(text->get());
+    } else if (const auto number = element.value<double>(); number && !element.is_boolean()) {
+      numbers.push_back(*number);
+    } else {
+      return std::nullopt;
+    }
   }
-  return Value(std::move(list));
+  if (!texts.empty() && !numbers.empty()) return std::nullopt;
+  if (!numbers.empty()) return Value(std::move(numbers));
+  return Value(std::move(texts));  // an empty one stands for either kind
 }
 
 void collect(const toml::table& table, const std::string& prefix, const std::string& file, Settings& settings) {

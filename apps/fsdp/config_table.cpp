@@ -43,14 +43,19 @@ Field texts(std::string_view key, std::string_view meaning, Accessor accessor, b
   return {.key = key, .meaning = meaning, .target = target<TextList>(accessor), .required = required};
 }
 
+template <typename Accessor>
+Field numbers(std::string_view key, std::string_view meaning, Accessor accessor) {
+  return {.key = key, .meaning = meaning, .target = target<NumberList>(accessor)};
+}
+
 constexpr double kMany = 1e9;
 
 std::vector<Field> make_fields() {
   return {
       text("model.preset", "size by name; the other model keys override it", FIELD(model.preset),
            models::preset_names()),
-      integer("model.vocabulary", "token kinds; text is read as bytes, so at least 256", FIELD(model.shape.vocabulary),
-              256, kMany),
+      integer("model.vocabulary", "token kinds; text is read as bytes, so at least 256 for it",
+              FIELD(model.shape.vocabulary), 1, kMany),
       integer("model.layers", "transformer blocks", FIELD(model.shape.layers), 1, 10000),
       integer("model.width", "features a token", FIELD(model.shape.width), 1, 1 << 20),
       integer("model.heads", "query heads", FIELD(model.shape.heads), 1, 65536),
@@ -61,9 +66,13 @@ std::vector<Field> make_fields() {
       number("model.norm_epsilon", "added under the root of RMSNorm", FIELD(model.shape.norm_epsilon), 1e-12, 1),
       flag("model.tied_embeddings", "output head = token embedding", FIELD(model.shape.tied_embeddings)),
 
-      texts("data.files", "plain text files, read as bytes", FIELD(data.files), true),
-      number("data.validation_fraction", "share of the bytes held out, from the end", FIELD(data.validation_fraction),
+      texts("data.files", "token files (PREFIX of a .bin/.idx pair) or plain text files, read as bytes",
+            FIELD(data.files), true),
+      numbers("data.weights", "share of each file among the samples, of any scale; empty: by size",
+              FIELD(data.weights)),
+      number("data.validation_fraction", "share of each file held out, from its end", FIELD(data.validation_fraction),
              0.0001, 0.9),
+      flag("data.mask_document_starts", "no loss for the first token of a document", FIELD(data.mask_document_starts)),
 
       texts("mesh.axes", "\"name=size\" of each axis, the last varies fastest; empty: \"dp\" of all ranks",
             FIELD(mesh.axes), false),
@@ -105,7 +114,8 @@ std::vector<Field> make_fields() {
       integer("run.batch", "sequences a step, over all ranks and microbatches", FIELD(run.batch), 1, 1 << 24),
       integer("run.context", "tokens a sequence", FIELD(run.context), 1, 1 << 24),
       integer("run.microbatches", "backwards a step", FIELD(run.microbatches), 1, 1 << 20),
-      integer("run.ranks", "in-process ranks; --ranks overrides it", FIELD(run.ranks), 1, 256),
+      integer("run.ranks", "in-process ranks; --ranks overrides it, and a launcher's number of processes both",
+              FIELD(run.ranks), 1, 256),
       integer("run.seed", "of weights, data order and sampling", FIELD(run.seed), 0, 9e15),
       integer("run.eval_interval", "steps between evaluations; 0: only at the end", FIELD(run.eval_interval), 0, kMany),
       integer("run.eval_batches", "batches of held-out text an evaluation", FIELD(run.eval_batches), 1, 1 << 20),
@@ -115,6 +125,8 @@ std::vector<Field> make_fields() {
       number("run.sample_temperature", "0: always the likeliest byte", FIELD(run.sample_temperature), 0, 100),
       number("run.max_seconds", "training ends at the next step after so long; 0: no limit", FIELD(run.max_seconds), 0,
              1e9),
+      number("run.deadline_seconds", "a collective that waits longer for a rank fails, naming it",
+             FIELD(run.deadline_seconds), 0.001, 1e6),
   };
 }
 #undef FIELD
@@ -124,19 +136,46 @@ bool holds(const Target& target) {
   return std::holds_alternative<T& (*)(TrainConfig&)>(target);
 }
 
+// A TOML string: quotes, backslashes and control characters escaped.
+std::string quoted(std::string_view text) {
+  std::string result = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') {
+      result += '\\';
+      result += c;
+    } else if (static_cast<unsigned char>(c) < ' ' || c == '\x7f') {
+      result += fmt::format("\\u{:04X}", static_cast<unsigned>(c));
+    } else {
+      result += c;
+    }
+  }
+  return result + "\"";
+}
+
 std::string show(const Value& value) {
   return std::visit(
       [](const auto& v) -> std::string {
         using T = std::decay_t<decltype(v)>;
         if constexpr (std::is_same_v<T, TextList>) {
-          return fmt::format("[\"{}\"]", fmt::join(v, "\", \""));
+          std::string list;
+          for (const auto& text : v) list += (list.empty() ? "" : ", ") + quoted(text);
+          return "[" + list + "]";
+        } else if constexpr (std::is_same_v<T, NumberList>) {
+          return fmt::format("[{}]", fmt::join(v, ", "));
         } else if constexpr (std::is_same_v<T, std::string>) {
-          return fmt::format("\"{}\"", v);
+          return quoted(v);
+        } else if constexpr (std::is_same_v<T, double>) {
+          const std::string number = fmt::format("{}", v);
+          return number.find_first_of(".en") == std::string::npos ? number + ".0" : number;  // stays a number
         } else {
           return fmt::format("{}", v);
         }
       },
       value);
+}
+
+Value value_in(const Field& field, TrainConfig& config) {
+  return std::visit([&](auto accessor) { return Value(accessor(config)); }, field.target);
 }
 
 }  // namespace
@@ -156,8 +195,8 @@ const Field& find_field(std::string_view key, const std::string& origin) {
       nearest = &field;
     }
   }
-  throw UsageError(fmt::format("{}: unknown key {}; the nearest is {}, `fsdp train --list-keys` shows all", origin, key,
-                               nearest->key));
+  throw UsageError(fmt::format("{}: unknown key {}; the nearest is {}, `fsdp train --help-config` shows all", origin,
+                               key, nearest->key));
 }
 
 std::string expectation(const Field& field) {
@@ -165,6 +204,7 @@ std::string expectation(const Field& field) {
   if (holds<bool>(field.target)) return "true or false";
   if (holds<std::string>(field.target)) return "a text";
   if (holds<TextList>(field.target)) return "a list of texts";
+  if (holds<NumberList>(field.target)) return "a list of numbers";
   return fmt::format("{} from {} to {}", holds<std::int64_t>(field.target) ? "an integer" : "a number", field.minimum,
                      field.maximum);
 }
@@ -179,7 +219,8 @@ void assign(const Field& field, TrainConfig& config, const Value& value, const s
         } else if (const auto* whole = std::get_if<std::int64_t>(&value);
                    whole != nullptr && std::is_same_v<T, double>) {
           if constexpr (std::is_same_v<T, double>) result = static_cast<double>(*whole);
-        } else {
+        } else if (const auto* texts = std::get_if<TextList>(&value);
+                   !(std::is_same_v<T, NumberList> && texts != nullptr && texts->empty())) {
           return false;
         }
         if constexpr (std::is_same_v<T, std::int64_t> || std::is_same_v<T, double>) {
@@ -198,13 +239,38 @@ void assign(const Field& field, TrainConfig& config, const Value& value, const s
   if (field.key == "model.preset") config.model.shape = *models::find_preset(config.model.preset);
 }
 
-std::string describe_fields(TrainConfig config) {
-  std::string result;
+std::string describe_fields() {
+  TrainConfig defaults;
+  defaults.model.shape = *models::find_preset(defaults.model.preset);
+  std::string result, section;
   for (const Field& field : config_fields()) {
-    const Value value = std::visit([&](auto accessor) { return Value(accessor(config)); }, field.target);
-    result += fmt::format("{:<38} = {:<18}  # {}; {}\n", field.key, field.required ? "(required)" : show(value),
-                          field.meaning, expectation(field));
+    const auto dot = field.key.find('.');
+    if (const std::string own(field.key.substr(0, dot)); own != section) {
+      result += fmt::format("{}[{}]\n", section.empty() ? "" : "\n", own);
+      section = own;
+    }
+    const bool of_preset = field.key.starts_with("model.") && field.key != "model.preset";
+    const std::string standard = field.required ? "required"
+                                 : of_preset    ? fmt::format("default: the preset's, for {} {}", defaults.model.preset,
+                                                              show(value_in(field, defaults)))
+                                                : "default " + show(value_in(field, defaults));
+    result += fmt::format("  {:<26} {}\n  {:<26} {}; {}\n", field.key.substr(dot + 1), field.meaning, "",
+                          expectation(field), standard);
   }
+  return result + "\nIn a TOML file under its section, or on the command line: --set section.key=value";
+}
+
+std::string to_toml(TrainConfig config) {
+  std::string result, section;
+  for (const Field& field : config_fields()) {
+    const auto dot = field.key.find('.');
+    if (const std::string own(field.key.substr(0, dot)); own != section) {
+      result += fmt::format("{}[{}]\n", section.empty() ? "" : "\n", own);
+      section = own;
+    }
+    result += fmt::format("{} = {}\n", field.key.substr(dot + 1), show(value_in(field, config)));
+  }
+  result.pop_back();  // the console ends the last line
   return result;
 }
 

@@ -14,11 +14,12 @@
 namespace fsdp::app {
 
 using TextList = std::vector<std::string>;
-using Value = std::variant<std::int64_t, double, bool, std::string, TextList>;
+using NumberList = std::vector<double>;
+using Value = std::variant<std::int64_t, double, bool, std::string, TextList, NumberList>;
 
 // Where the value lives.
 using Target = std::variant<std::int64_t& (*)(TrainConfig&), double& (*)(TrainConfig&), bool& (*)(TrainConfig&),
-                            std::string& (*)(TrainConfig&), TextList& (*)(TrainConfig&)>;
+                            std::string& (*)(TrainConfig&), TextList& (*)(TrainConfig&), NumberList& (*)(TrainConfig&)>;
 
 struct Field {
   std::string_view key;
@@ -43,7 +44,10 @@ void assign(const Field& field, TrainConfig& config, const Value& value, const s
 // "an integer from 1 to 4096", "one of adamw, sgd"
 [[nodiscard]] std::string expectation(const Field& field);
 
-// One line a field: key, value in `config`, expectation, meaning.
-[[nodiscard]] std::string describe_fields(TrainConfig config);
+// For readers: every field with type, range or choices, default and meaning, by section.
+[[nodiscard]] std::string describe_fields();
+
+// `config` as a TOML file that reads back as the same settings.
+[[nodiscard]] std::string to_toml(TrainConfig config);
 
 }  // namespace fsdp::app

@@ -3,24 +3,32 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_local_scalar_dense.h>
 
+#include <algorithm>
+#include <utility>
+
+#include "apps/fsdp/batch_tensors.h"
+#include "apps/fsdp/interrupt.h"
 #include "fsdp/module/call.h"
 
 namespace fsdp::app {
 
-double validation_loss(models::Transformer& model, const TextDataset& data, const RunConfig& run, const World& world,
-                       const Agreement& agreement) {
+std::optional<double> validation_loss(models::Transformer& model, const data::TokenDataset& data, const RunConfig& run,
+                                      const World& world, const Agreement& agreement) {
   at::NoGradGuard no_grad;
   const auto total = run.eval_batches * run.batch;
   const auto share = total / world.size();  // the batch divides by the ranks
   const auto at_once = run.batch / (world.size() * run.microbatches);
   const auto first = world.rank().value() * share;
-  double sum = 0;
+  double sum = 0, targets = 0;
   for (std::int64_t i = 0; i < share; i += at_once) {
-    const auto batch = data.validation_batch(first + i, at_once, total);
-    sum += call(model, &models::TransformerImpl::loss, batch.tokens, batch.targets).item<double>() *
-           static_cast<double>(at_once);
+    auto batch = data.validation_batch(first + i, at_once, total);
+    targets += static_cast<double>(batch.targets.size() - std::ranges::count(batch.targets, data::kIgnoredTarget));
+    const auto tensors = to_tensors(std::move(batch));
+    sum += call(model, &models::TransformerImpl::loss_sum, tensors.tokens, tensors.targets).item<double>();
+    if (agreement.sum({interrupted() ? 1.0 : 0.0})[0] > 0) return std::nullopt;
   }
-  return agreement.sum({sum})[0] / static_cast<double>(total);
+  const auto sums = agreement.sum({sum, targets});
+  return sums[0] / std::max(1.0, sums[1]);
 }
 
 }  // namespace fsdp::app

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "fsdp/base/error.h"
+#include "fsdp/comm/mpi/process.h"
 #include "fsdp/runtime/runtime.h"
 
 namespace fsdp::app {
@@ -25,6 +26,7 @@ std::string cuda() {
 }  // namespace
 
 std::string info() {
+  const auto mpi = mpi::library_info();
   return fmt::format(
       "libfsdp          {}\n"
       "LibTorch         {} ({})\n"
@@ -34,10 +36,10 @@ std::string info() {
       "device simulated yes (virtual clock)\n"
       "comm threads     yes (in-process ranks)\n"
       "comm simulated   yes (virtual clock)\n"
-      "comm mpi         no (not in this version)\n"
+      "comm mpi         {}\n"
       "comm nccl        no (not in this version)",
       FSDP_VERSION, TORCH_VERSION, at::get_cpu_capability(), std::thread::hardware_concurrency(), at::get_num_threads(),
-      cuda());
+      cuda(), fmt::format("{} ({})", mpi.available ? "yes" : "no", mpi.text));
 }
 
 }  // namespace fsdp::app

@@ -16,7 +16,7 @@ void install_interrupt_handler() {
   struct sigaction action = {};
   action.sa_handler = [](int) { flag.store(true); };
   action.sa_flags = SA_RESETHAND | SA_RESTART;  // the second one takes the default action
-  sigaction(SIGINT, &action, nullptr);
+  for (const int signal : {SIGINT, SIGTERM}) sigaction(signal, &action, nullptr);
 }
 
 bool interrupted() { return flag.load(); }

@@ -1,4 +1,5 @@
-// Ctrl-C as a flag that the training loop reads between steps. A second Ctrl-C ends the process at once.
+// Ctrl-C, and the SIGTERM of mpirun, srun and batch systems, as a flag that training reads between steps, evaluation
+// between batches and sampling between tokens. A second one ends the process at once.
 #pragma once
 
 namespace fsdp::app {

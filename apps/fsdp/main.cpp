@@ -6,7 +6,9 @@
 
 #include "apps/fsdp/config_table.h"
 #include "apps/fsdp/console.h"
+#include "apps/fsdp/data_command.h"
 #include "apps/fsdp/info.h"
+#include "apps/fsdp/silent_exit.h"
 #include "apps/fsdp/train.h"
 
 namespace {
@@ -24,14 +26,18 @@ int run(int argc, char** argv) {
 
   fsdp::app::TrainCommand command;
   int ranks = 0;
-  bool list_keys = false;
+  bool help_config = false, print_config = false;
   auto* train = app.add_subcommand("train", "Train a transformer on text");
   auto* config = train->add_option("--config", command.sources.file, "TOML file with the settings");
-  auto* ranks_option = train->add_option("--ranks", ranks, "In-process ranks; overrides run.ranks");
+  auto* ranks_option = train->add_option(
+      "--ranks", ranks, "In-process ranks; overrides run.ranks. Not with mpirun or srun, which start the ranks");
   train->add_option("--set", command.sources.settings, "key=value; overrides the file, may be repeated");
   train->add_option("--log", command.log, "Write one JSON object a step to this file");
   train->add_option("--profile", command.profile, "Write a Chrome trace of a few steps to this file");
-  train->add_flag("--list-keys", list_keys, "Print every setting with its default and meaning, and end");
+  train->add_flag("--help-config", help_config, "Explain every setting: type, range, default, meaning; and end");
+  train->add_flag("--print-config", print_config, "Print all settings as they result, as a TOML file; and end");
+  fsdp::app::DataCommand data;
+  data.add_to(app);
   auto* info = app.add_subcommand("info", "Print versions and backends");
 
   try {
@@ -45,12 +51,19 @@ int run(int argc, char** argv) {
     fsdp::app::console::print(fsdp::app::info());
     return 0;
   }
-  if (list_keys) {
-    fsdp::app::console::print(fsdp::app::describe_fields({}));
+  if (data.parsed()) return data.run();
+  if (help_config) {
+    fsdp::app::console::print(fsdp::app::describe_fields());
     return 0;
   }
   if (config->count() == 0) return fail(kUsage, "--config is missing: expected a TOML file; see fsdp train --help");
   if (ranks_option->count() > 0) command.sources.ranks = ranks;
+  if (print_config) {
+    const auto launcher = fsdp::find_launcher();
+    const auto config = fsdp::app::resolve_config(command.sources, launcher);
+    if (!launcher || launcher->rank == 0) fsdp::app::console::print(fsdp::app::to_toml(config));
+    return 0;
+  }
   return fsdp::app::train(command);
 }
 
@@ -59,6 +72,8 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   try {
     return run(argc, argv);
+  } catch (const fsdp::app::SilentExit& exit) {
+    return exit.code;
   } catch (const fsdp::UsageError& error) {
     return fail(kUsage, error.what());
   } catch (const std::exception& error) {

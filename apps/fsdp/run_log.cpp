@@ -10,8 +10,15 @@ namespace fsdp::app {
 RunLog::RunLog(const std::filesystem::path& path) : path_(path) {
   if (path_.empty()) return;
   make_parent_folder(path_, "--log");
-  file_.open(path_, std::ios::trunc);
+  file_.open(path_, std::ios::app);
   FSDP_CHECK(file_.good(), UsageError, "--log: cannot write {}", path_.string());
+}
+
+void RunLog::begin() {
+  if (path_.empty()) return;
+  file_.close();
+  file_.open(path_, std::ios::trunc);
+  FSDP_CHECK(file_.good(), Error, "--log: cannot write {}", path_.string());
 }
 
 void RunLog::step(const StepResult& result) {
@@ -23,7 +30,8 @@ void RunLog::step(const StepResult& result) {
          {"tokens_per_second", result.tokens_per_second()},
          {"step_ms", result.seconds * 1e3},
          {"peak_bytes", result.peak_bytes},
-         {"exposed", result.exposed}});
+         {"exposed", result.exposed},
+         {"data_wait_ms", result.data_wait * 1e3}});
 }
 
 void RunLog::validation(std::int64_t step, double loss) {
@@ -40,6 +48,7 @@ void RunLog::done(const RunResult& result) {
                  {"seconds", result.seconds},
                  {"tokens_per_second", result.tokens_per_second()},
                  {"exposed", result.exposed},
+                 {"data_wait_seconds", result.data_wait},
                  {"peak_bytes", result.peak_bytes},
                  {"skipped_steps", result.skipped_steps},
                  {"out_of_time", result.out_of_time}});

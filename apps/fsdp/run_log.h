@@ -12,9 +12,12 @@ namespace fsdp::app {
 
 class RunLog {
  public:
-  // Makes the parent folder and replaces the file. An empty path: nothing is written. Throws UsageError naming the
-  // path.
+  // Makes the parent folder and makes sure that the file can be written. An empty path: nothing is written. Throws
+  // UsageError naming the path.
   explicit RunLog(const std::filesystem::path& path);
+
+  // The run begins: what an earlier one left in the file goes.
+  void begin();
 
   void step(const StepResult& result);
   void validation(std::int64_t step, double loss);

@@ -14,8 +14,9 @@ struct StepResult {
   double seconds = 0;
   std::int64_t tokens = 0;  // of all ranks
   std::int64_t peak_bytes =
-      0;               // of rank 0 so far, by the library's books: weights, gradients, optimizer state, buffers
-  double exposed = 0;  // share of the time in which rank 0 stood still for communication
+      0;                 // of rank 0 so far, by the library's books: weights, gradients, optimizer state, buffers
+  double exposed = 0;    // share of the time in which rank 0 stood still for communication
+  double data_wait = 0;  // seconds in which rank 0 waited for its batch
 
   [[nodiscard]] double tokens_per_second() const { return seconds > 0 ? static_cast<double>(tokens) / seconds : 0; }
 };
@@ -28,6 +29,7 @@ struct RunResult {
   double seconds = 0;  // of training steps, evaluation left out
   std::int64_t tokens = 0;
   double exposed = 0;
+  double data_wait = 0;  // seconds
   std::int64_t peak_bytes = 0;
   std::int64_t skipped_steps = 0;  // for gradients that were not finite
   bool interrupted = false;

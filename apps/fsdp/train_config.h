@@ -16,7 +16,9 @@ struct ModelConfig {
 
 struct DataConfig {
   std::vector<std::string> files;
-  double validation_fraction = 0.05;  // of the bytes, from the end
+  std::vector<double> weights;        // [file]; empty: by size
+  double validation_fraction = 0.05;  // of each file, from its end
+  bool mask_document_starts = false;
 };
 
 struct MeshConfig {
@@ -64,7 +66,8 @@ struct RunConfig {
   std::int64_t sample_length = 200;  // tokens; 0: none
   std::string sample_prompt = "In the beginning ";
   double sample_temperature = 0.8;
-  double max_seconds = 0;  // of training; 0: no limit
+  double max_seconds = 0;         // of training; 0: no limit
+  double deadline_seconds = 600;  // for a collective to wait for its peers
 };
 
 struct TrainConfig {

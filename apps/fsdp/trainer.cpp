@@ -2,11 +2,13 @@
 
 #include <ATen/TensorOperators.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <chrono>
 #include <utility>
 
+#include "apps/fsdp/batch_tensors.h"
 #include "apps/fsdp/config_check.h"
 #include "apps/fsdp/evaluation.h"
 #include "apps/fsdp/interrupt.h"
@@ -21,6 +23,8 @@ namespace fsdp::app {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+constexpr std::int64_t kPromptTokens = 8;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
@@ -84,6 +88,8 @@ RunResult Trainer::run() {
   result_.parameters = config_.model.shape.parameter_count();
   result_.ranks = world_.size();
   double exposed_seconds = 0;
+  batches_ =
+      std::make_unique<data::BatchPrefetcher>([this](std::int64_t step) { return make_batches(step); }, 0, run.steps);
   for (std::int64_t index = 0; index < run.steps; ++index) {
     profiler_.before_step(index);
     StepResult step_result;
@@ -92,24 +98,43 @@ RunResult Trainer::run() {
     result_.seconds += step_result.seconds;
     result_.tokens += step_result.tokens;
     exposed_seconds += step_result.exposed * step_result.seconds;
+    result_.data_wait += step_result.data_wait;
     report(step_result);
     if (stop.interrupted || stop.out_of_time) {
       result_.interrupted = stop.interrupted;
       result_.out_of_time = stop.out_of_time && !stop.interrupted;
       break;
     }
-    if (run.eval_interval > 0 && result_.steps % run.eval_interval == 0 && result_.steps < run.steps)
+    if (run.eval_interval > 0 && result_.steps % run.eval_interval == 0 && result_.steps < run.steps) {
       evaluate(result_.steps);
+      if (result_.interrupted) break;
+    }
   }
   result_.exposed = result_.seconds > 0 ? exposed_seconds / result_.seconds : 0;
   result_.skipped_steps = optimizer_->skipped_steps();
   if (const auto overlap = profiler_.finish(); !overlap.empty()) print(overlap);
   if (!result_.interrupted) {
     evaluate(result_.steps);
-    if (run.sample_length > 0) sample();
+    if (run.sample_length > 0 && !result_.interrupted) sample();
   }
   print(to_string(context_->memory_report()));
   return result_;
+}
+
+data::BatchPrefetcher::Batches Trainer::make_batches(std::int64_t step) const {
+  const auto& run = config_.run;
+  const auto at_once = run.batch / (world_.size() * run.microbatches);
+  data::BatchPrefetcher::Batches batches;
+  for (std::int64_t micro = 0; micro < run.microbatches; ++micro) {
+    const auto first = (micro * world_.size() + world_.rank().value()) * at_once;
+    batches.push_back(shared_.data.train_batch(step * run.batch + first, at_once));
+  }
+  return batches;
+}
+
+double Trainer::target_count(std::int64_t step) const {
+  const auto& run = config_.run;
+  return static_cast<double>(std::max<std::int64_t>(1, shared_.data.count_targets(step * run.batch, run.batch)));
 }
 
 Trainer::Stop Trainer::step(std::int64_t index, StepResult& result) {
@@ -120,17 +145,27 @@ Trainer::Stop Trainer::step(std::int64_t index, StepResult& result) {
   result.learning_rate = learning_rate_schedule(config_).at(index);
   optimizer_->set_learning_rate(result.learning_rate);
 
-  // All ranks and microbatches hold equally many tokens, so the mean of their means is the mean over the global batch;
-  // the library averages over the ranks.
-  const auto at_once = run.batch / (world_.size() * run.microbatches);
+  const auto waited_before = batches_->waited();
+  auto batches = batches_->next(index);
+  result.data_wait = std::chrono::duration<double>(batches_->waited() - waited_before).count();
+
   double loss_sum = 0;
   for (std::int64_t micro = 0; micro < run.microbatches; ++micro) {
-    const auto first = (micro * world_.size() + world_.rank().value()) * at_once;
-    const auto batch = shared_.data.train_batch(index, first, at_once);
+    const auto batch = to_tensors(std::move(batches[micro]));
     auto scope = context_->microbatch({.is_last = micro + 1 == run.microbatches});
-    const auto loss = call(model_, &models::TransformerImpl::loss, batch.tokens, batch.targets);
-    (run.microbatches == 1 ? loss : loss / static_cast<double>(run.microbatches)).backward();
-    loss_sum += loss.item<double>();
+    if (config_.data.mask_document_starts) {
+      // Ranks and microbatches hold different numbers of targets: sums, over the number in the whole step. The library
+      // averages over the ranks, so their number comes in again.
+      const auto loss = call(model_, &models::TransformerImpl::loss_sum, batch.tokens, batch.targets) *
+                        (static_cast<double>(world_.size()) / target_count(index));
+      loss.backward();
+      loss_sum += loss.item<double>() * static_cast<double>(run.microbatches);
+    } else {
+      // They hold equally many, so the mean of their means is the mean over the global batch.
+      const auto loss = call(model_, &models::TransformerImpl::loss, batch.tokens, batch.targets);
+      (run.microbatches == 1 ? loss : loss / static_cast<double>(run.microbatches)).backward();
+      loss_sum += loss.item<double>();
+    }
   }
   const double clip = config_.optimizer.clip_norm;
   const auto norm = clip > 0 ? clip_grad_norm_(*context_, clip) : grad_norm(*context_);
@@ -151,11 +186,13 @@ Trainer::Stop Trainer::step(std::int64_t index, StepResult& result) {
 }
 
 void Trainer::evaluate(std::int64_t steps_done) {
-  const double loss = validation_loss(model_, shared_.data, config_.run, world_, agreement_);
+  const auto loss = validation_loss(model_, shared_.data, config_.run, world_, agreement_);
+  result_.interrupted = !loss.has_value();
+  if (!loss) return;
   result_.validation_loss = loss;
   if (!leads()) return;
-  shared_.log.validation(steps_done, loss);
-  shared_.progress.line(fmt::format("validation loss {:.4f} after {} steps", loss, steps_done));
+  shared_.log.validation(steps_done, *loss);
+  shared_.progress.line(fmt::format("validation loss {:.4f} after {} steps", *loss, steps_done));
 }
 
 void Trainer::report(const StepResult& result) {
@@ -166,14 +203,24 @@ void Trainer::report(const StepResult& result) {
 
 void Trainer::sample() {
   const auto& run = config_.run;
+  const bool bytes = shared_.data.bytes_only();
   std::vector<std::int64_t> prompt;
-  for (const char c : run.sample_prompt) prompt.push_back(static_cast<unsigned char>(c));
+  if (bytes) {
+    for (const char c : run.sample_prompt) prompt.push_back(static_cast<unsigned char>(c));
+  } else {
+    const auto held_out = shared_.data.validation_batch(0, 1, 1);  // there is no tokenizer here for a prompt of text
+    prompt.assign(held_out.tokens.begin(),
+                  held_out.tokens.begin() + std::min<std::int64_t>(kPromptTokens, held_out.context));
+  }
+  const auto stop = [this] { return agreement_.sum({interrupted() ? 1.0 : 0.0})[0] > 0; };
   const auto added = models::sample_tokens(model_, prompt,
                                            {.length = run.sample_length,
                                             .context = run.context,
                                             .temperature = run.sample_temperature,
-                                            .seed = static_cast<std::uint64_t>(run.seed)});
-  print(fmt::format("sample:\n{}{}", run.sample_prompt, printable(added)));
+                                            .seed = static_cast<std::uint64_t>(run.seed),
+                                            .stop = stop});
+  if (bytes) return print(fmt::format("sample:\n{}{}", run.sample_prompt, printable(added)));
+  print(fmt::format("sample, as tokens:\n{} -> {}", fmt::join(prompt, " "), fmt::join(added, " ")));
 }
 
 void Trainer::print(const std::string& text) {

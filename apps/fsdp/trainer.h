@@ -1,7 +1,7 @@
 // One rank's part of a training run: model, context, optimizer, and the loop over the steps.
 //
-// All ranks make a Trainer and call run(); only rank 0 reports. They stop at the same step: whether to go on is decided
-// from sums over all ranks.
+// All ranks make a Trainer and call run(); only rank 0 reports. They stop at the same point: whether to go on is
+// decided from sums over all ranks. Batches are read ahead on a thread of their own.
 #pragma once
 
 #include <memory>
@@ -10,8 +10,9 @@
 #include "apps/fsdp/profiler.h"
 #include "apps/fsdp/progress.h"
 #include "apps/fsdp/run_log.h"
-#include "apps/fsdp/text_dataset.h"
 #include "apps/fsdp/train_config.h"
+#include "fsdp/data/batch_prefetcher.h"
+#include "fsdp/data/token_dataset.h"
 #include "fsdp/module/context.h"
 #include "fsdp/optim/optimizer.h"
 #include "models/transformer.h"
@@ -21,7 +22,7 @@ namespace fsdp::app {
 // Shared by the ranks; they outlive all trainers.
 struct TrainShared {
   const TrainConfig& config;
-  const TextDataset& data;
+  const data::TokenDataset& data;
   Progress& progress;  // rank 0 only
   RunLog& log;         // rank 0 only
   std::filesystem::path profile;
@@ -40,6 +41,10 @@ class Trainer {
   };
   // Fills `result`; the answer is equal on all ranks.
   Stop step(std::int64_t index, StepResult& result);
+  // The batches of this rank, one a microbatch.
+  [[nodiscard]] data::BatchPrefetcher::Batches make_batches(std::int64_t step) const;
+  // The number by which a microbatch's loss over its targets adds up to the mean over the step's.
+  [[nodiscard]] double target_count(std::int64_t step) const;
   void evaluate(std::int64_t steps_done);
   void report(const StepResult& result);
   void sample();
@@ -54,6 +59,7 @@ class Trainer {
   std::shared_ptr<FsdpContext> context_;
   std::unique_ptr<ShardedOptimizer> optimizer_;
   Profiler profiler_;
+  std::unique_ptr<data::BatchPrefetcher> batches_;
   RunResult result_;
 };
 

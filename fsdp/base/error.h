@@ -24,6 +24,12 @@ class CommunicationError : public Error {
   using Error::Error;
 };
 
+// An operation ended because another rank failed: that rank's own error is the cause, this one only repeats it.
+class AbortedError : public CommunicationError {
+ public:
+  using CommunicationError::CommunicationError;
+};
+
 // The library broke its own invariant: please report it.
 class InternalError : public Error {
  public:

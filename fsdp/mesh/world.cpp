@@ -1,14 +1,14 @@
 #include "fsdp/mesh/world.h"
 
 #include <algorithm>
-#include <array>
 
 #include <fmt/ranges.h>
 
 #include "fsdp/base/check.h"
-#include "fsdp/base/env.h"
 #include "fsdp/comm/simulated/simulated_backend.h"
 #include "fsdp/comm/threads/threads_group.h"
+#include "fsdp/mesh/launcher.h"
+#include "fsdp/mesh/mpi_world.h"
 #include "fsdp/runtime/simulated/simulated_runtime.h"
 
 namespace fsdp {
@@ -25,26 +25,21 @@ World World::single() {
   return World(std::move(backend));
 }
 
-World World::from_environment() {
-  struct Launcher {
-    const char *name, *rank, *size;
-  };
-  constexpr std::array<Launcher, 3> launchers{{{"torchrun", "RANK", "WORLD_SIZE"},
-                                               {"mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
-                                               {"srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"}}};
-  for (const auto& launcher : launchers) {
-    const auto rank = env::integer(launcher.rank);
-    const auto size = env::integer(launcher.size);
-    if (!rank || !size) continue;
-    FSDP_CHECK(*size >= 1 && *rank >= 0 && *rank < *size, UsageError,
-               "{} set {}={} and {}={}; expected a rank below the size", launcher.name, launcher.rank, *rank,
-               launcher.size, *size);
-    FSDP_CHECK(*size == 1, UsageError,
-               "{} started {} processes ({}), but this build of libfsdp joins ranks of one process only; start one "
-               "process and use its in-process ranks",
-               launcher.name, *size, launcher.size);
-  }
-  return single();
+World World::from_environment(const WorldOptions& options) {
+  const auto launcher = find_launcher();
+  if (!launcher || launcher->size == 1) return single();
+  FSDP_CHECK(
+      launcher->name != "torchrun", UsageError,
+      "torchrun started {} processes ({}), which this build can join on GPUs only; on CPUs start them with mpirun "
+      "or srun, or start one process and use its in-process ranks",
+      launcher->size, launcher->size_variable);
+  auto world = mpi_world(options);
+  FSDP_CHECK(world->size() == launcher->size && world->rank() == Rank(launcher->rank), UsageError,
+             "{} says rank {} of {} ({}), but MPI says rank {} of {}: {}", launcher->name, launcher->rank,
+             launcher->size, launcher->size_variable, world->rank().value(), world->size(),
+             launcher->name == "srun" ? "start with srun --mpi=pmix, so that the processes find each other"
+                                      : "do the program and mpirun belong to the same MPI?");
+  return *std::move(world);
 }
 
 World World::simulated(int size, const CostModel& costs) {

@@ -38,6 +38,8 @@ expect_error 2 "run.batch: expected a multiple of ranks x microbatches" "${tiny[
 expect_error 2 "mesh.axes make 4 ranks, but there are 2" "${tiny[@]}" --set 'mesh.axes=["dp=4"]'
 expect_error 2 "model.heads: expected a divisor of model.width 32, got 5" "${tiny[@]}" --set model.heads=5
 expect_error 2 "run.ranks: expected an integer from 1 to 256, got 1000" "${tiny[@]}" --ranks 1000
+expect_error 2 "need at least" "${tiny[@]}" --set model.width=16384 --set model.heads=128 --set model.ffn_width=65536 --set model.layers=1000
+expect_error 2 "data.weights" "${tiny[@]}" --set 'data.weights=[1, 2]'
 expect_error 2 "$work/none does not exist" "${tiny[@]}" --set "data.files=[\"$work/none\"]"
 expect_error 2 "--log: cannot" "${tiny[@]}" --log "$work/text/run.jsonl"
 WORLD_SIZE=2 RANK=0 expect_error 2 "torchrun started 2 processes" "${tiny[@]}"
@@ -45,7 +47,9 @@ WORLD_SIZE=2 RANK=0 expect_error 2 "torchrun started 2 processes" "${tiny[@]}"
 "$fsdp" info >"$work/info" || fail "fsdp info"
 grep -q "LibTorch" "$work/info" || fail "fsdp info names LibTorch"
 "$fsdp" --help >"$work/help" || fail "fsdp --help"
-"$fsdp" train --list-keys | grep -q "^run.steps" || fail "--list-keys shows run.steps"
+"$fsdp" train --help-config | grep -q "^  steps " || fail "--help-config explains run.steps"
+"$fsdp" "${tiny[@]}" --print-config >"$work/printed.toml" || fail "--print-config"
+"$fsdp" train --config "$work/printed.toml" --print-config | cmp - "$work/printed.toml" || fail "--print-config reads back as the same"
 
 for ranks in 1 2; do
   "$fsdp" "${tiny[@]}" --ranks $ranks --log "$work/logs/$ranks.jsonl" --profile "$work/logs/$ranks.json" >"$work/out$ranks" 2>&1 ||
@@ -61,7 +65,7 @@ for ranks in (1, 2):
     lines = [json.loads(line) for line in open(f"{folder}/{ranks}.jsonl")]
     steps = [line for line in lines if line["event"] == "step"]
     assert [line["step"] for line in steps] == list(range(1, 31)), "one object a step"
-    for key in ("step", "loss", "grad_norm", "lr", "tokens_per_second", "step_ms", "peak_bytes"):
+    for key in ("step", "loss", "grad_norm", "lr", "tokens_per_second", "step_ms", "peak_bytes", "data_wait_ms"):
         assert all(key in line for line in steps), key
     done = lines[-1]
     assert done["event"] == "done" and done["ranks"] == ranks and done["parameters"] > 0 and done["steps"] == 30, done
@@ -86,6 +90,29 @@ code=$?
 [ "$code" = 130 ] || fail "expected exit code 130 after Ctrl-C, got $code: $(cat "$work/out")"
 tail -n 1 "$work/long.jsonl" | grep -q '"event":"interrupted"' || fail "no record of the interruption: $(tail -n 1 "$work/long.jsonl")"
 grep -q "interrupted" "$work/out" || fail "no report after Ctrl-C"
+
+# Ctrl-C in an evaluation that would take hours.
+rm -f "$work/long.jsonl"
+"$fsdp" "${tiny[@]}" --set run.steps=1 --set optimizer.warmup_steps=0 --set run.eval_batches=1000000 --log "$work/long.jsonl" >"$work/out" 2>&1 &
+pid=$!
+for _ in $(seq 1 300); do
+  [ -f "$work/long.jsonl" ] && [ "$(wc -l <"$work/long.jsonl")" -ge 1 ] && break
+  sleep 0.1
+done
+kill -TERM $pid
+wait $pid
+code=$?
+[ "$code" = 130 ] || fail "expected exit code 130 after SIGTERM in the evaluation, got $code: $(cat "$work/out")"
+
+# Token files: mixed with weights, tokens instead of text in the sample, and a token beyond the vocabulary.
+"$fsdp" data prepare --input "$work/text" --output "$work/bytes" --document line >"$work/out" 2>&1 || fail "data prepare: $(cat "$work/out")"
+"$fsdp" data inspect "$work/bytes" | grep -q "1200 documents\|documents.*1200" || fail "data inspect counts 1200 documents: $("$fsdp" data inspect "$work/bytes")"
+for i in $(seq 1 3000); do echo "{\"tokens\": [$((i % 50)), $((i % 7 + 300)), $((i % 3 + 400))]}"; done >"$work/tokens.jsonl"
+"$fsdp" data prepare --input "$work/tokens.jsonl" --format tokens --vocabulary 512 --output "$work/tokens" >"$work/out" 2>&1 || fail "data prepare --format tokens: $(cat "$work/out")"
+"$fsdp" train --config "$config" --set "data.files=[\"$work/bytes\", \"$work/tokens\"]" --set 'data.weights=[1, 3]' \
+  --set data.mask_document_starts=true --set model.vocabulary=512 --log "$work/mixed.jsonl" >"$work/out" 2>&1 || fail "training on two token files: $(cat "$work/out")"
+grep -q "sample, as tokens:" "$work/out" || fail "no sample of tokens"
+expect_error 1 "is beyond the vocabulary of 256" train --config "$config" --set "data.files=[\"$work/tokens\"]"
 
 [ "$failures" = 0 ] && echo "all good"
 exit "$failures"

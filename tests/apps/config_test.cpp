@@ -11,6 +11,8 @@
 #include "apps/fsdp/config_reader.h"
 #include "apps/fsdp/config_table.h"
 #include "apps/fsdp/edit_distance.h"
+#include "apps/fsdp/memory_check.h"
+#include "apps/fsdp/rank_errors.h"
 #include "fsdp/base/error.h"
 
 namespace fsdp::app {
@@ -78,6 +80,89 @@ TEST_F(ConfigTest, EveryFieldTakesItsOwnDefault) {
   }
 }
 
+TEST_F(ConfigTest, WeightsAreNumbersOfEitherKind) {
+  EXPECT_EQ(read(kData + "data.weights = [1, 2.5]\n").data.weights, (NumberList{1, 2.5}));
+  EXPECT_EQ(read(kData + "data.weights = []\n").data.weights, NumberList{});
+  EXPECT_EQ(read(kData, {"data.weights=[3]"}).data.weights, NumberList{3});
+  EXPECT_THAT(refusal(kData + "data.weights = [\"a\"]\n"), HasSubstr("data.weights: expected a list of numbers"));
+  EXPECT_THAT(refusal(kData + "data.weights = [1, \"a\"]\n"), HasSubstr("data.weights: expected a list of numbers"));
+  EXPECT_THAT(refusal(kData + "data.weights = [true]\n"), HasSubstr("data.weights: expected a list of numbers"));
+  EXPECT_THAT(refusal("data.files = [1]\n"), HasSubstr("data.files: expected a list of texts"));
+}
+
+TEST_F(ConfigTest, WhatIsPrintedReadsBackAsTheSame) {
+  for (const std::string preset : {"tiny", "8B"}) {
+    const auto config = read(kData, {"model.preset=" + preset, "model.width=128", "data.weights=[0.25, 3]",
+                                     "run.sample_prompt='quote \" backslash \\ tab\t'", "optimizer.learning_rate=1",
+                                     "mesh.axes=[\"a=1\", \"b=2\"]", "parallel.keep_last=false",
+                                     "optimizer.weight_decay=1e-7", "run.seed=9000000000000000"});
+    const auto printed = to_toml(config);
+    const auto again = read(printed);
+    for (const Field& field : config_fields()) {
+      const auto value = [&](TrainConfig c) {
+        return std::visit([&](auto accessor) { return Value(accessor(c)); }, field.target);
+      };
+      EXPECT_EQ(value(again), value(config)) << field.key;
+    }
+    EXPECT_EQ(to_toml(again), printed);
+  }
+}
+
+TEST_F(ConfigTest, EveryFieldIsExplained) {
+  const auto text = describe_fields();
+  for (const Field& field : config_fields()) {
+    EXPECT_THAT(text, HasSubstr("  " + std::string(field.key.substr(field.key.find('.') + 1)) + " "));
+    EXPECT_THAT(text, HasSubstr(std::string(field.meaning)));
+    EXPECT_THAT(text, HasSubstr(expectation(field)));
+  }
+  EXPECT_THAT(text, HasSubstr("[optimizer]\n"));
+  EXPECT_THAT(text, HasSubstr("an integer from 1 to 1000000000; default 100"));
+  EXPECT_THAT(text, HasSubstr("a list of texts; required"));
+}
+
+TEST_F(ConfigTest, TheShippedConfigsAreValid) {
+  int count = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(FSDP_CONFIGS)) {
+    std::string problem;
+    try {
+      validate_train_config(read_train_config({entry.path()}));
+    } catch (const UsageError& error) {
+      problem = error.what();
+    }
+    EXPECT_EQ(problem, "") << entry.path();
+    ++count;
+  }
+  EXPECT_GE(count, 7);
+}
+
+TEST_F(ConfigTest, MemoryFollowsTheStrategy) {
+  auto config = read(kData, {"model.preset=1B"}, 4);
+  const auto parameters = config.model.shape.parameter_count();
+  const auto bytes = [&](const char* strategy) {
+    config.parallel.strategy = strategy;
+    return resting_bytes(config);
+  };
+  EXPECT_EQ(bytes("ddp"), 16 * parameters);
+  EXPECT_EQ(bytes("zero1"), 8 * parameters + 2 * parameters);
+  EXPECT_EQ(bytes("zero2"), 4 * parameters + parameters + 2 * parameters);
+  EXPECT_EQ(bytes("zero3"), 4 * parameters);
+  config.mesh.axes = {"outer=2", "inner=2"};
+  EXPECT_EQ(bytes("hsdp"), 8 * parameters);
+  EXPECT_EQ(bytes("hfsdp"), 4 * parameters);
+  EXPECT_EQ(message([&] { check_memory(read(kData), 1); }), "no error");
+  EXPECT_THAT(message([&] {
+                check_memory(read(kData, {"model.preset=8B", "model.layers=10000"}), 1);
+              }),
+              HasSubstr("take a smaller model, more machines or a strategy that shards more"));
+}
+
+TEST(RankErrors, AreToldOnceWithTheRanksTheyConcern) {
+  EXPECT_EQ(merge_errors({"", "", ""}), "");
+  EXPECT_EQ(merge_errors({"no file", "no file"}), "no file");
+  EXPECT_EQ(merge_errors({"", "no file", ""}), "on rank 1: no file");
+  EXPECT_EQ(merge_errors({"", "no file", "no file", "no key"}), "on ranks 1, 2: no file; on rank 3: no key");
+}
+
 TEST_F(ConfigTest, UnknownKeysAreRefusedWithTheNearestOne) {
   EXPECT_THAT(refusal(kData + "[model]\nlayer = 2\n"),
               HasSubstr(at_line(3) + ": unknown key model.layer; the nearest is model.layers"));
@@ -138,6 +223,8 @@ TEST_F(ConfigTest, ImpossibleCombinationsAreRefused) {
   EXPECT_THAT(refusal(kData + "run.steps = 5\noptimizer.warmup_steps = 6\n"),
               HasSubstr("optimizer.warmup_steps: expected at most run.steps = 5, got 6"));
   EXPECT_THAT(refusal("data.files = []\n"), HasSubstr("data.files: expected at least one file"));
+  EXPECT_THAT(refusal(kData + "data.weights = [1, 2]\n"),
+              HasSubstr("data.weights: expected one number a file, 1 for data.files, got 2"));
 }
 
 TEST_F(ConfigTest, MeshAxesKeepTheirOrder) {

@@ -218,14 +218,6 @@ TEST_F(WorldFromEnvironment, AcceptsALaunchOfOneProcess) {
   EXPECT_EQ(join("SLURM_PROCID", "0", "SLURM_STEP_NUM_TASKS", "1"), "accepted");
 }
 
-TEST_F(WorldFromEnvironment, RefusesSeveralProcessesNamingTheLauncher) {
-  EXPECT_THAT(join("RANK", "2", "WORLD_SIZE", "4"), HasSubstr("torchrun started 4 processes (WORLD_SIZE)"));
-  EXPECT_THAT(join("OMPI_COMM_WORLD_RANK", "0", "OMPI_COMM_WORLD_SIZE", "2"),
-              HasSubstr("mpirun started 2 processes (OMPI_COMM_WORLD_SIZE)"));
-  EXPECT_THAT(join("SLURM_PROCID", "0", "SLURM_STEP_NUM_TASKS", "3"),
-              HasSubstr("srun started 3 processes (SLURM_STEP_NUM_TASKS)"));
-}
-
 TEST_F(WorldFromEnvironment, RefusesImpossibleValues) {
   EXPECT_EQ(join("RANK", "4", "WORLD_SIZE", "4"),
             "torchrun set RANK=4 and WORLD_SIZE=4; expected a rank below the size");

@@ -1,36 +1,11 @@
 #include "fsdp/comm/threads/threads_group.h"
 
-#include <cstring>
-
 #include "fsdp/base/check.h"
+#include "fsdp/comm/buffer_math.h"
+#include "fsdp/comm/operation_check.h"
 #include "fsdp/comm/reduce_kernels.h"
 
 namespace fsdp {
-namespace {
-
-std::size_t byte_count(std::int64_t elements, c10::ScalarType dtype) {
-  return static_cast<std::size_t>(elements) * c10::elementSize(dtype);
-}
-
-const std::byte* at_element(const void* base, std::int64_t index, c10::ScalarType dtype) {
-  return static_cast<const std::byte*>(base) + byte_count(index, dtype);
-}
-std::byte* at_element(void* base, std::int64_t index, c10::ScalarType dtype) {
-  return static_cast<std::byte*>(base) + byte_count(index, dtype);
-}
-
-void copy(void* to, const void* from, std::int64_t elements, c10::ScalarType dtype) {
-  if (elements > 0 && to != from) std::memcpy(to, from, byte_count(elements, dtype));
-}
-
-std::int64_t sum_before(const std::vector<std::int64_t>& counts, int index) {
-  std::int64_t total = 0;
-  for (int i = 0; i < index; ++i) total += counts[i];
-  return total;
-}
-
-}  // namespace
-
 class ThreadsBackend final : public CommunicatorBackend {
  public:
   ThreadsBackend(std::shared_ptr<ThreadsGroup> group, int rank) : group_(std::move(group)), rank_(rank) {}
@@ -83,8 +58,8 @@ bool ThreadsGroup::someone_left_without(const std::vector<bool>& arrived) const 
 }
 
 void ThreadsGroup::throw_aborted(int rank, const Collective& operation) const {
-  detail::fail<CommunicationError>("rank {}: {} on communicator {} was aborted: {}", members_[rank],
-                                   describe(operation), name_, aborted_);
+  detail::fail<AbortedError>("rank {}: {} on communicator {} was aborted: {}", members_[rank], describe(operation),
+                             name_, aborted_);
 }
 
 void ThreadsGroup::meet(int rank, const Collective& operation, Meeting meeting) {
@@ -122,22 +97,15 @@ void ThreadsGroup::meet(int rank, const Collective& operation, Meeting meeting) 
 void ThreadsGroup::compare_operations() {
   const Collective& first = operations_[0];
   for (std::size_t r = 1; r < operations_.size(); ++r) {
-    const Collective& other = operations_[r];
-    const bool equal = first.kind == other.kind && first.count == other.count && first.dtype == other.dtype &&
-                       first.peer == other.peer && first.reduce == other.reduce && first.sequence == other.sequence &&
-                       (first.label == other.label || std::strcmp(first.label, other.label) == 0);
-    FSDP_CHECK(equal, CommunicationError,
-               "communicator {}: ranks run different operations: rank {} {}, rank {} {}; every rank must run the same "
-               "units in the same order",
-               name_, members_[0], describe(first), members_[r], describe(other));
+    FSDP_CHECK(same_operation(first, operations_[r]), CommunicationError, "communicator {}: {}", name_,
+               describe_difference({members_[0], first}, {members_[r], operations_[r]}));
   }
   if (first.kind != trace::Kind::all_to_all) return;
   for (std::size_t from = 0; from < operations_.size(); ++from) {
     for (std::size_t to = 0; to < operations_.size(); ++to) {
-      FSDP_CHECK((*operations_[from].send_counts)[to] == (*operations_[to].receive_counts)[from], CommunicationError,
-                 "communicator {}: {}: rank {} sends {} elements to rank {}, which expects {}", name_, describe(first),
-                 members_[from], (*operations_[from].send_counts)[to], members_[to],
-                 (*operations_[to].receive_counts)[from]);
+      const auto sends = (*operations_[from].send_counts)[to], expects = (*operations_[to].receive_counts)[from];
+      FSDP_CHECK(sends == expects, CommunicationError, "communicator {}: {}", name_,
+                 describe_count_difference(first, members_[from], sends, members_[to], expects));
     }
   }
 }
@@ -188,7 +156,7 @@ void ThreadsGroup::move_data(int rank, const Collective& operation) {
   switch (operation.kind) {
     case trace::Kind::all_gather:
       for (int r = 0; r < size; ++r)
-        copy(at_element(operation.receive, r * count, dtype), operations_[r].send, count, dtype);
+        copy_elements(at_element(operation.receive, r * count, dtype), operations_[r].send, count, dtype);
       break;
     case trace::Kind::reduce_scatter:
       for (int r = 0; r < size; ++r) sends[r] = at_element(operations_[r].send, rank * count, dtype);
@@ -197,27 +165,27 @@ void ThreadsGroup::move_data(int rank, const Collective& operation) {
     case trace::Kind::all_reduce: {
       // Each rank reduces one part into its own receive buffer, then the parts are copied around. In place is safe: a
       // rank writes only its own part before the meeting, and the others read only theirs.
-      const auto part = [&](int r) { return count * r / size; };
+      const auto part = [&](int r) { return part_begin(count, r, size); };
       for (int r = 0; r < size; ++r) sends[r] = at_element(operations_[r].send, part(rank), dtype);
       reduce_on_cpu({sends, static_cast<std::size_t>(size)}, at_element(operation.receive, part(rank), dtype),
                     part(rank + 1) - part(rank), dtype, operation.reduce);
       if (size > 1) meet(rank, operation, Meeting::middle);
       for (int r = 0; r < size; ++r) {
         if (r != rank)
-          copy(at_element(operation.receive, part(r), dtype), at_element(operations_[r].receive, part(r), dtype),
-               part(r + 1) - part(r), dtype);
+          copy_elements(at_element(operation.receive, part(r), dtype),
+                        at_element(operations_[r].receive, part(r), dtype), part(r + 1) - part(r), dtype);
       }
       break;
     }
     case trace::Kind::broadcast:
-      copy(operation.receive, operations_[operation.peer].send, count, dtype);
+      copy_elements(operation.receive, operations_[operation.peer].send, count, dtype);
       break;
     case trace::Kind::all_to_all: {
       std::int64_t offset = 0;
       for (int r = 0; r < size; ++r) {
         const auto n = (*operation.receive_counts)[r];
-        copy(at_element(operation.receive, offset, dtype),
-             at_element(operations_[r].send, sum_before(*operations_[r].send_counts, rank), dtype), n, dtype);
+        copy_elements(at_element(operation.receive, offset, dtype),
+                      at_element(operations_[r].send, sum_before(*operations_[r].send_counts, rank), dtype), n, dtype);
         offset += n;
       }
       break;
@@ -257,7 +225,7 @@ void ThreadsGroup::exchange_with_peer(int rank, const Collective& operation) {
     changed_.notify_all();
     throw CommunicationError(aborted_);
   }
-  copy(operation.receive, offer.operation.send, operation.count, operation.dtype);
+  copy_elements(operation.receive, offer.operation.send, operation.count, operation.dtype);
   offer.taken = true;
   changed_.notify_all();
 }

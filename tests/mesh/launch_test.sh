@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Ranks of an mpirun that throw, leave, exit, are killed or are stopped: the job ends, within the deadline, with names.
+# Usage: launch_test.sh LAUNCH_PROGRAM
+set -uo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+program=$1
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+failures=0
+fail() {
+  echo "FAILED: $*"
+  sed 's/^/    /' "$work/out" | head -n 30
+  failures=$((failures + 1))
+}
+
+# run RANKS MODE DEADLINE_MS: exit code in $code. A job that hangs is ended after 60 s with code 124.
+run() {
+  timeout 60 bash "$here/../support/mpirun.sh" "$1" "$program" "$2" "$3" >"$work/out" 2>&1
+  code=$?
+}
+expect() { grep -qE -- "$1" "$work/out" || fail "$mode: expected \"$1\""; }
+
+mode=well
+for ranks in 1 2 3 5; do
+  run $ranks well 30000
+  [ $code = 0 ] || fail "well on $ranks ranks: exit code $code"
+  [ "$(grep -c "is done" "$work/out")" = $((ranks == 1 ? 2 : ranks)) ] || fail "well on $ranks ranks: not all are done"
+done
+
+mode=throw
+run 3 throw 30000
+[ $code != 0 ] && [ $code != 124 ] || fail "throw: exit code $code"
+expect "^error: the disk is full"
+expect "^aborted: rank [01]: all_reduce \"step\" #20 .* was aborted: rank 2 failed: the disk is full"
+
+mode=leave
+run 3 leave 30000
+[ $code != 0 ] && [ $code != 124 ] || fail "leave: exit code $code"
+expect "all_reduce \"step\" #20 of 65536 Float on communicator loop cannot complete, for a rank has ended; missing ranks: 2"
+
+mode=exit
+run 3 exit 30000
+[ $code != 0 ] && [ $code != 124 ] || fail "exit: exit code $code"
+
+mode=stop
+run 3 stop 1500
+[ $code != 0 ] && [ $code != 124 ] || fail "stop: exit code $code"
+expect "all_reduce \"step\" #20 of 65536 Float on communicator loop waited 1500 ms; missing ranks: 2"
+
+mode="no module"
+FSDP_MPI_MODULE=$work/none.so run 2 well 30000
+[ $code != 0 ] && [ $code != 124 ] || fail "no module: exit code $code"
+expect "error: the module $work/none.so cannot be opened .*libopenmpi-dev"
+
+mode="wrong module"
+g++ -shared -o "$work/other.so" -xc++ - <<<'extern "C" { extern const int fsdp_mpi_module; const int fsdp_mpi_module = 0; }'
+FSDP_MPI_MODULE=$work/other.so run 2 well 30000
+expect "error: the module $work/other.so belongs to another version of libfsdp"
+
+mode="variables that lie"
+OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0 timeout 60 "$program" well 30000 >"$work/out" 2>&1
+code=$?
+[ $code = 1 ] || fail "variables that lie: exit code $code"
+expect "error: mpirun says rank 0 of 2 \(OMPI_COMM_WORLD_SIZE\), but MPI says rank 0 of 1"
+
+[ "$failures" = 0 ] && echo "all good"
+exit "$failures"
