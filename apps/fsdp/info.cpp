@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "fsdp/base/error.h"
-#include "fsdp/comm/mpi/process.h"
+#include "fsdp/comm/processes/process.h"
 #include "fsdp/runtime/runtime.h"
 
 namespace fsdp::app {
@@ -23,10 +23,15 @@ std::string cuda() {
   }
 }
 
+std::string describe(const processes::LibraryInfo& library) {
+  return fmt::format("{}: {}", library.available ? "yes" : "no", library.text);
+}
+
 }  // namespace
 
 std::string info() {
-  const auto mpi = mpi::library_info();
+  const auto mpi = processes::library_info(processes::kMpiModule);
+  const auto zeromq = processes::library_info(processes::kZeroMqModule);
   return fmt::format(
       "libfsdp          {}\n"
       "LibTorch         {} ({})\n"
@@ -36,10 +41,11 @@ std::string info() {
       "device simulated yes (virtual clock)\n"
       "comm threads     yes (in-process ranks)\n"
       "comm simulated   yes (virtual clock)\n"
-      "comm mpi         {}\n"
+      "comm mpi         {} (mpirun, srun)\n"
+      "comm zeromq      {} (torchrun)\n"
       "comm nccl        no (not in this version)",
       FSDP_VERSION, TORCH_VERSION, at::get_cpu_capability(), std::thread::hardware_concurrency(), at::get_num_threads(),
-      cuda(), fmt::format("{} ({})", mpi.available ? "yes" : "no", mpi.text));
+      cuda(), describe(mpi), describe(zeromq));
 }
 
 }  // namespace fsdp::app

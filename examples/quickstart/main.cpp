@@ -39,4 +39,4 @@ void train(fsdp::World world) {  // what every rank runs
   }
 }
 
-int main() { fsdp::run_ranks(2, train); }  // two ranks, threads of this process
+int main() { fsdp::launch(train, {.ranks = 2}); }  // two threads, or the processes of mpirun, srun or torchrun

@@ -8,7 +8,7 @@
 #include "fsdp/comm/simulated/simulated_backend.h"
 #include "fsdp/comm/threads/threads_group.h"
 #include "fsdp/mesh/launcher.h"
-#include "fsdp/mesh/mpi_world.h"
+#include "fsdp/mesh/process_world.h"
 #include "fsdp/runtime/simulated/simulated_runtime.h"
 
 namespace fsdp {
@@ -28,18 +28,7 @@ World World::single() {
 World World::from_environment(const WorldOptions& options) {
   const auto launcher = find_launcher();
   if (!launcher || launcher->size == 1) return single();
-  FSDP_CHECK(
-      launcher->name != "torchrun", UsageError,
-      "torchrun started {} processes ({}), which this build can join on GPUs only; on CPUs start them with mpirun "
-      "or srun, or start one process and use its in-process ranks",
-      launcher->size, launcher->size_variable);
-  auto world = mpi_world(options);
-  FSDP_CHECK(world->size() == launcher->size && world->rank() == Rank(launcher->rank), UsageError,
-             "{} says rank {} of {} ({}), but MPI says rank {} of {}: {}", launcher->name, launcher->rank,
-             launcher->size, launcher->size_variable, world->rank().value(), world->size(),
-             launcher->name == "srun" ? "start with srun --mpi=pmix, so that the processes find each other"
-                                      : "do the program and mpirun belong to the same MPI?");
-  return *std::move(world);
+  return *process_world(*launcher, options);
 }
 
 World World::simulated(int size, const CostModel& costs) {

@@ -28,9 +28,9 @@ class World {
   // One rank on the CPU.
   static World single();
 
-  // The rank that mpirun or srun made of this process (mesh/launcher.h), over MPI; without a launcher, one rank. Throws
-  // UsageError when the launcher's variables contradict each other or MPI, when MPI is not there, and for several
-  // processes of torchrun, which need GPUs. launch() does all of this and reports failures to the other ranks.
+  // The rank that torchrun, mpirun or srun made of this process (mesh/launcher.h, mesh/process_world.h); without a
+  // launcher, one rank. Throws UsageError when the launcher's variables contradict each other, or what it needs is not
+  // there. launch() does the same and reports failures to the other ranks.
   static World from_environment(const WorldOptions& options = {});
 
   // Rank 0 of `size` equal ranks on a virtual clock; tensors live on the meta device.

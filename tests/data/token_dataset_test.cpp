@@ -53,6 +53,7 @@ class TokenDatasetTest : public TemporaryFolder {
 TEST_F(TokenDatasetTest, TargetsAreTheNextTokens) {
   const TokenDataset data({counting("a", {5000})}, {.context = 8, .vocabulary = kVocabulary});
   const auto batch = data.train_batch(0, 50);
+  EXPECT_FALSE(data.bytes_only());
   EXPECT_EQ(batch.sequences, 50);
   EXPECT_EQ(batch.context, 8);
   ASSERT_EQ(batch.tokens.size(), 400u);
@@ -71,6 +72,7 @@ TEST_F(TokenDatasetTest, BytesAreTokens) {
   const auto last = data.validation_batch(0, 1, 1);
   EXPECT_THAT(last.tokens, ElementsAre('b', 'c', 'd', 'e'));
   EXPECT_THAT(last.targets, ElementsAre('c', 'd', 'e', 255));
+  EXPECT_TRUE(data.bytes_only());
 }
 
 TEST_F(TokenDatasetTest, EveryTokenIsATargetOnceAnEpoch) {

@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
-# Ranks of an mpirun that throw, leave, exit, are killed or are stopped: the job ends, within the deadline, with names.
-# Usage: launch_test.sh LAUNCH_PROGRAM
+# Ranks of a launcher that throw, leave, exit, are killed or are stopped: the job ends, within the deadline, with names.
+# Usage: launch_test.sh LAUNCHER LAUNCH_PROGRAM      LAUNCHER: mpirun.sh or torchrun.sh of tests/support
 set -uo pipefail
-here=$(cd "$(dirname "$0")" && pwd)
-program=$1
+launcher=$1
+program=$2
+case $launcher in
+  *torchrun.sh) module=libfsdp_zeromq.so package=libzmq3-dev ;;
+  *) module=libfsdp_mpi.so package=libopenmpi-dev ;;
+esac
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 failures=0
@@ -15,7 +19,7 @@ fail() {
 
 # run RANKS MODE DEADLINE_MS: exit code in $code. A job that hangs is ended after 60 s with code 124.
 run() {
-  timeout 60 bash "$here/../support/mpirun.sh" "$1" "$program" "$2" "$3" >"$work/out" 2>&1
+  timeout 60 bash "$launcher" "$1" "$program" "$2" "$3" >"$work/out" 2>&1
   code=$?
 }
 expect() { grep -qE -- "$1" "$work/out" || fail "$mode: expected \"$1\""; }
@@ -48,20 +52,32 @@ run 3 stop 1500
 expect "all_reduce \"step\" #20 of 65536 Float on communicator loop waited 1500 ms; missing ranks: 2"
 
 mode="no module"
-FSDP_MPI_MODULE=$work/none.so run 2 well 30000
+FSDP_MODULE_DIR=$work run 2 well 30000
 [ $code != 0 ] && [ $code != 124 ] || fail "no module: exit code $code"
-expect "error: the module $work/none.so cannot be opened .*libopenmpi-dev"
+expect "error: the module $work/$module cannot be opened .*$package"
 
 mode="wrong module"
-g++ -shared -o "$work/other.so" -xc++ - <<<'extern "C" { extern const int fsdp_mpi_module; const int fsdp_mpi_module = 0; }'
-FSDP_MPI_MODULE=$work/other.so run 2 well 30000
-expect "error: the module $work/other.so belongs to another version of libfsdp"
+g++ -shared -fPIC -o "$work/$module" -xc++ - <<<'extern "C" { extern const int fsdp_transport_module; const int fsdp_transport_module = 0; }'
+FSDP_MODULE_DIR=$work run 2 well 30000
+expect "error: the module $work/$module belongs to another version of libfsdp"
 
 mode="variables that lie"
-OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0 timeout 60 "$program" well 30000 >"$work/out" 2>&1
-code=$?
+alone() { env "$@" timeout 60 "$program" well 1000 >"$work/out" 2>&1; code=$?; }
+case $module in
+  libfsdp_mpi.so)
+    alone OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0
+    expect "error: mpirun says rank 0 of 2 \(OMPI_COMM_WORLD_SIZE\), but MPI says rank 0 of 1"
+    ;;
+  *)
+    alone RANK=0 WORLD_SIZE=2
+    expect "error: RANK and WORLD_SIZE name 2 processes, but MASTER_ADDR and MASTER_PORT"
+    alone RANK=0 WORLD_SIZE=2 MASTER_ADDR=no.such.host.invalid MASTER_PORT=29400
+    expect "error: .*no.such.host.invalid"
+    alone RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + $$ % 20000))
+    expect "error: rank 0 waited 1000 ms for rank 1 to come to 127.0.0.1"
+    ;;
+esac
 [ $code = 1 ] || fail "variables that lie: exit code $code"
-expect "error: mpirun says rank 0 of 2 \(OMPI_COMM_WORLD_SIZE\), but MPI says rank 0 of 1"
 
 [ "$failures" = 0 ] && echo "all good"
 exit "$failures"

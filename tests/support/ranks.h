@@ -1,5 +1,5 @@
 // How a test starts its ranks: as threads of its process (ranks_threads.cpp) or as the processes of an mpirun
-// (ranks_mpi.cpp). One of the two is linked, so that a suite is written once for both.
+// (ranks_processes.cpp). One of the two is linked, so that a suite is written once for both.
 #pragma once
 
 #include <functional>

@@ -1,10 +1,10 @@
-#include "fsdp/comm/mpi/mpi_group.h"
+#include "fsdp/comm/processes/process_group.h"
 
 #include "fsdp/base/check.h"
-#include "fsdp/comm/mpi/backoff.h"
-#include "fsdp/comm/mpi/exchange.h"
+#include "fsdp/comm/processes/backoff.h"
+#include "fsdp/comm/processes/exchange.h"
 
-namespace fsdp::mpi {
+namespace fsdp::processes {
 namespace {
 
 constexpr std::size_t kLongestReason = 8192;  // bytes of a failure's text
@@ -20,12 +20,12 @@ std::uint64_t hash(std::uint64_t world, const std::string& key) {
 
 }  // namespace
 
-MpiGroup::MpiGroup(std::shared_ptr<Process> process, GroupOptions options)
+ProcessGroup::ProcessGroup(std::shared_ptr<Process> process, GroupOptions options)
     : process_(std::move(process)), options_(std::move(options)), id_(hash(options_.world, options_.key)) {}
 
-MpiGroup::~MpiGroup() { process_->forget(id_); }
+ProcessGroup::~ProcessGroup() { process_->forget(id_); }
 
-void MpiGroup::execute(const Collective& operation) {
+void ProcessGroup::execute(const Collective& operation) {
   std::unique_lock running(collective_, std::defer_lock);
   if (operation.kind != trace::Kind::send_recv) running.lock();
   throw_if_failed(operation);
@@ -43,7 +43,7 @@ void MpiGroup::execute(const Collective& operation) {
   }
 }
 
-void MpiGroup::throw_if_failed(const Collective& operation) {
+void ProcessGroup::throw_if_failed(const Collective& operation) {
   std::string reason = process_->failure(options_.world);
   if (reason.empty()) {
     std::lock_guard lock(mutex_);
@@ -55,7 +55,7 @@ void MpiGroup::throw_if_failed(const Collective& operation) {
                              describe(operation), options_.name, reason);
 }
 
-void MpiGroup::abort(const std::string& reason) {
+void ProcessGroup::abort(const std::string& reason) {
   {
     std::lock_guard lock(mutex_);
     if (!aborted_.empty()) return;
@@ -72,7 +72,7 @@ void MpiGroup::abort(const std::string& reason) {
   }
 }
 
-void MpiGroup::reset() {
+void ProcessGroup::reset() {
   std::lock_guard running(collective_);
   if (!reset_announced_) {
     Header header;
@@ -103,4 +103,4 @@ void MpiGroup::reset() {
   aborted_.clear();
 }
 
-}  // namespace fsdp::mpi
+}  // namespace fsdp::processes

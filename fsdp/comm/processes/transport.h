@@ -1,17 +1,20 @@
-// Messages between the processes of a job: the little that the mpi backend needs of a message-passing library.
+// Messages between the processes of a job: the little that is needed of a message-passing library.
 //
-// The implementation over Open MPI is a module of its own (open_mpi.cpp, libfsdp_mpi.so), opened on demand, so that one
-// build of the library serves machines with and without MPI. Nothing of the library is needed to build the module.
+// Implementations are modules of their own, opened on demand, so that one build of the library serves machines with and
+// without them: open_mpi.cpp (libfsdp_mpi.so) for jobs of mpirun and srun, zeromq.cpp (libfsdp_zeromq.so) for those of
+// torchrun, which brings no library. Nothing of this library is needed to build them.
 //
 // Messages of one pair of ranks with one tag arrive in the order sent. Every call may come from any thread. Failures
 // are thrown as std::runtime_error with the library's own text.
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
-namespace fsdp::mpi {
+namespace fsdp::processes {
 
 // A message under way. Owned by whoever started it; test() until done, or give up with abandon().
 struct Request {
@@ -47,16 +50,26 @@ class Transport {
   virtual void close() = 0;
 };
 
-// What the module exports under the name kModuleSymbol.
+// How processes find each other where the library does not know it by itself.
+struct Bootstrap {
+  int rank = 0, size = 1;
+  std::string address;  // of this process, as the others reach it
+  // Collective: every process gives its text, all get all, [rank].
+  std::function<std::vector<std::string>(const std::string& own)> exchange;
+};
+
+// What a module exports under the name kModuleSymbol.
 struct Module {
   int version;               // kModuleVersion of the header it was built with
-  std::string (*library)();  // "Open MPI v4.1.4 ..."; may be called before connect()
+  const char* name;          // "mpi", "zeromq"
+  std::string (*library)();  // "Open MPI v4.1.4"; may be called before connect()
   // Joins the job of this process. Once a process.
-  std::unique_ptr<Transport> (*connect)();
+  std::unique_ptr<Transport> (*connect)(const Bootstrap& bootstrap);
 };
 
 inline constexpr int kModuleVersion = 1;
-inline constexpr const char* kModuleSymbol = "fsdp_mpi_module";
-inline constexpr const char* kModuleFile = "libfsdp_mpi.so";
+inline constexpr const char* kModuleSymbol = "fsdp_transport_module";
+inline constexpr const char* kMpiModule = "libfsdp_mpi.so";
+inline constexpr const char* kZeroMqModule = "libfsdp_zeromq.so";
 
-}  // namespace fsdp::mpi
+}  // namespace fsdp::processes

@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "fsdp/mesh/launcher.h"
-#include "fsdp/mesh/mpi_world.h"
+#include "fsdp/mesh/process_world.h"
 #include "tests/support/ranks.h"
 
 namespace fsdp::testing {
@@ -56,8 +56,8 @@ class FailuresOnly final : public ::testing::EmptyTestEventListener {
 
 void run_on_ranks(int size, const RankMain& rank_main, const WorldOptions& options) {
   job->meet(launcher().rank);  // nobody waits for a process that is still busy with the run before
-  const auto world = mpi_world(options, size);
-  const auto side_world = mpi_world({.deadline = std::chrono::seconds(20)}, size);
+  const auto world = process_world(launcher(), options, size);
+  const auto side_world = process_world(launcher(), {.deadline = std::chrono::seconds(20)}, size);
   if (!world) return;
   OwnWorld side(*side_world);
   try {
@@ -68,7 +68,7 @@ void run_on_ranks(int size, const RankMain& rank_main, const WorldOptions& optio
   }
 }
 
-std::string backend_under_test() { return "mpi"; }
+std::string backend_under_test() { return launcher().name == "torchrun" ? "zeromq" : "mpi"; }
 std::vector<int> world_sizes_under_test() {
   std::vector<int> sizes;
   for (int size = 1; size <= launcher().size; ++size) sizes.push_back(size);
@@ -83,7 +83,7 @@ int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
   const auto launcher = fsdp::find_launcher();
   if (!launcher) {
-    std::fputs("start this test with mpirun\n", stderr);
+    std::fputs("start this test with mpirun or torchrun\n", stderr);
     return 1;
   }
   if (launcher->rank != 0) {
@@ -91,8 +91,8 @@ int main(int argc, char** argv) {
     delete listeners.Release(listeners.default_result_printer());
     listeners.Append(new fsdp::testing::FailuresOnly);
   }
-  fsdp::testing::job =
-      std::make_unique<fsdp::testing::OwnWorld>(*fsdp::mpi_world({.deadline = std::chrono::seconds(60)}));
+  fsdp::testing::job = std::make_unique<fsdp::testing::OwnWorld>(
+      *fsdp::process_world(*launcher, {.deadline = std::chrono::seconds(60)}));
   const int code = RUN_ALL_TESTS();
   fsdp::testing::job.reset();
   return code;

@@ -1,4 +1,4 @@
-#include "fsdp/comm/mpi/exchange.h"
+#include "fsdp/comm/processes/exchange.h"
 
 #include <algorithm>
 
@@ -7,11 +7,16 @@
 #include "fsdp/comm/operation_check.h"
 #include "fsdp/comm/reduce_kernels.h"
 
-namespace fsdp::mpi {
+namespace fsdp::processes {
 namespace {
 
 constexpr std::size_t kLargestMessage = std::size_t{1} << 30;
-constexpr std::size_t kReduceBlock = 256 << 10;  // bytes a peer: fits the cache while it is summed
+
+// Bytes that are summed at a time: the blocks of all ranks fit the cache, and two sets of them a few megabytes.
+std::size_t reduce_block(int size) {
+  return std::clamp((std::size_t{4} << 20) / static_cast<std::size_t>(size), std::size_t{16} << 10,
+                    std::size_t{256} << 10);
+}
 
 bool is_message(const Collective& operation) { return operation.kind == trace::Kind::send_recv; }
 
@@ -31,7 +36,7 @@ Lane awaited_lane(const Collective& operation) {
 
 }  // namespace
 
-Exchange::Exchange(MpiGroup& group, const Collective& operation)
+Exchange::Exchange(ProcessGroup& group, const Collective& operation)
     : group_(group),
       transport_(group.process().transport()),
       operation_(operation),
@@ -211,7 +216,7 @@ void Exchange::move() {
 
 void Exchange::move_and_reduce() {
   for (const int r : peers_) {
-    if (const Range range = outgoing(r); !fits_inline(range.bytes)) send(r, range, kReduceBlock);
+    if (const Range range = outgoing(r); !fits_inline(range.bytes)) send(r, range, reduce_block(group_.size()));
   }
   const int rank = options_.rank;
   const auto count = operation_.count;
@@ -242,15 +247,16 @@ void Exchange::reduce_part(std::int64_t first, std::int64_t count, std::byte* ou
   const int size = group_.size(), rank = options_.rank;
   const auto dtype = operation_.dtype;
   const bool came_inline = size == 1 || fits_inline(byte_count(count, dtype));
-  const std::int64_t block = came_inline ? std::max<std::int64_t>(count, 1)
-                                         : static_cast<std::int64_t>(kReduceBlock / c10::elementSize(dtype));
+  const std::size_t block_bytes = reduce_block(size);
+  const std::int64_t block =
+      came_inline ? std::max<std::int64_t>(count, 1) : static_cast<std::int64_t>(block_bytes / c10::elementSize(dtype));
   const std::int64_t blocks = (count + block - 1) / block;
   const auto elements = [&](std::int64_t b) { return std::min(block, count - b * block); };
 
   auto& scratch = group_.scratch();  // [block parity][rank][byte]
-  if (!came_inline) scratch.resize(std::max(scratch.size(), 2 * kReduceBlock * static_cast<std::size_t>(size)));
+  if (!came_inline) scratch.resize(std::max(scratch.size(), 2 * block_bytes * static_cast<std::size_t>(size)));
   const auto arriving = [&](std::int64_t b, int r) {
-    return scratch.data() + static_cast<std::size_t>(b % 2 * size + r) * kReduceBlock;
+    return scratch.data() + static_cast<std::size_t>(b % 2 * size + r) * block_bytes;
   };
   const auto begin_block = [&](std::int64_t b) {
     if (came_inline || b >= blocks) return std::size_t{0};
@@ -336,4 +342,4 @@ void Exchange::fail_for_missing(std::span<const int> missing, const std::string&
   throw CommunicationError(message);
 }
 
-}  // namespace fsdp::mpi
+}  // namespace fsdp::processes

@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "fsdp/comm/backend.h"
-#include "fsdp/comm/mpi/process.h"
+#include "fsdp/comm/processes/process.h"
 
-namespace fsdp::mpi {
+namespace fsdp::processes {
 
 struct GroupOptions {
   std::string name;
@@ -27,10 +27,10 @@ struct GroupOptions {
   std::chrono::milliseconds deadline{};
 };
 
-class MpiGroup final : public CommunicatorBackend {
+class ProcessGroup final : public CommunicatorBackend {
  public:
-  MpiGroup(std::shared_ptr<Process> process, GroupOptions options);
-  ~MpiGroup() override;
+  ProcessGroup(std::shared_ptr<Process> process, GroupOptions options);
+  ~ProcessGroup() override;
 
   void execute(const Collective& operation) override;
   void abort(const std::string& reason) override;
@@ -60,4 +60,4 @@ class MpiGroup final : public CommunicatorBackend {
   std::string aborted_;
 };
 
-}  // namespace fsdp::mpi
+}  // namespace fsdp::processes

@@ -1,4 +1,4 @@
-#include "fsdp/comm/mpi/process.h"
+#include "fsdp/comm/processes/process.h"
 
 #include <dlfcn.h>
 
@@ -8,9 +8,9 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/env.h"
-#include "fsdp/comm/mpi/backoff.h"
+#include "fsdp/comm/processes/backoff.h"
 
-namespace fsdp::mpi {
+namespace fsdp::processes {
 namespace {
 
 constexpr int kMessageTag = 1, kFirstDataTag = 2;
@@ -18,29 +18,28 @@ constexpr std::size_t kLargestMessage = 1 << 20;
 constexpr std::size_t kRoomForText = 512;  // what label and counts of a usual message take
 constexpr std::chrono::milliseconds kPatienceAfterFailure{2000};
 
-// Stays open for the life of the process: the library cannot be started twice.
-const Module& open_module() {
-  static const Module* module = [] {
-    const std::string file = env::text("FSDP_MPI_MODULE").value_or(kModuleFile);
-    // MPI finds its own plug-ins' symbols only when it is global.
-    void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_GLOBAL);
-    if (handle == nullptr) {
-      const char* reason = dlerror();
-      detail::fail<UsageError>(
-          "the module {} cannot be opened ({}); it is built where MPI is installed (Debian: libopenmpi-dev), and found "
-          "beside the library or by FSDP_MPI_MODULE",
-          file, reason);
-    }
-    const auto* found = static_cast<const Module*>(dlsym(handle, kModuleSymbol));
-    FSDP_CHECK(found != nullptr && found->version == kModuleVersion, UsageError,
-               "the module {} belongs to another version of libfsdp; build and install both together", file);
-    return found;
-  }();
+// Stays open for the life of the process: the library behind it cannot be started twice.
+const Module& open_module(const char* name) {
+  const auto folder = env::text("FSDP_MODULE_DIR");
+  const std::string file = folder ? *folder + "/" + name : name;
+  // MPI finds its own plug-ins' symbols only when it is global.
+  void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_GLOBAL);
+  if (handle == nullptr) {
+    const char* reason = dlerror();
+    detail::fail<UsageError>(
+        "the module {} cannot be opened ({}); it is built where its library is installed (Debian: {}), and found "
+        "beside libfsdp or in the folder FSDP_MODULE_DIR",
+        file, reason, std::string(name) == kMpiModule ? "libopenmpi-dev" : "libzmq3-dev");
+  }
+  const auto* module = static_cast<const Module*>(dlsym(handle, kModuleSymbol));
+  FSDP_CHECK(module != nullptr && module->version == kModuleVersion, UsageError,
+             "the module {} belongs to another version of libfsdp; build and install both together", file);
   return *module;
 }
 
 // Joining has no time limit of its own: it waits in a thread that is left behind when the deadline passes.
-std::unique_ptr<Transport> connect_within(const Module& module, std::chrono::milliseconds deadline) {
+std::unique_ptr<Transport> connect_within(const Module& module, const Bootstrap& bootstrap,
+                                          std::chrono::milliseconds deadline) {
   struct Shared {
     std::mutex mutex;
     std::condition_variable changed;
@@ -49,11 +48,11 @@ std::unique_ptr<Transport> connect_within(const Module& module, std::chrono::mil
     std::exception_ptr error;
   };
   auto shared = std::make_shared<Shared>();
-  std::thread([shared, connect = module.connect] {
+  std::thread([shared, bootstrap, connect = module.connect] {
     std::unique_ptr<Transport> transport;
     std::exception_ptr error;
     try {
-      transport = connect();
+      transport = connect(bootstrap);
     } catch (...) {
       error = std::current_exception();
     }
@@ -64,14 +63,17 @@ std::unique_ptr<Transport> connect_within(const Module& module, std::chrono::mil
     shared->changed.notify_all();
   }).detach();
   std::unique_lock lock(shared->mutex);
-  FSDP_CHECK(shared->changed.wait_for(lock, deadline, [&] { return shared->done; }), CommunicationError,
-             "waited {} ms for all processes of the job to start MPI: one has stopped, or never came to this point",
-             deadline.count());
+  FSDP_CHECK(shared->changed.wait_for(lock, deadline + kPatienceAfterFailure, [&] { return shared->done; }),
+             CommunicationError,
+             "waited {} ms for all processes of the job to join over {}: one has stopped, or never came to this point",
+             deadline.count(), module.name);
   if (shared->error) {
     try {
       std::rethrow_exception(shared->error);
+    } catch (const Error&) {
+      throw;
     } catch (const std::exception& error) {
-      throw CommunicationError(fmt::format("MPI could not be started: {}", error.what()));
+      throw CommunicationError(fmt::format("{} could not be started: {}", module.library(), error.what()));
     }
   }
   return std::move(shared->transport);
@@ -79,28 +81,30 @@ std::unique_ptr<Transport> connect_within(const Module& module, std::chrono::mil
 
 }  // namespace
 
-LibraryInfo library_info() {
+LibraryInfo library_info(const char* module) {
   try {
-    return {true, open_module().library()};
+    return {true, open_module(module).library()};
   } catch (const Error& error) {
     return {false, error.what()};
   }
 }
 
-std::shared_ptr<Process> Process::connect(std::chrono::milliseconds deadline) {
+std::shared_ptr<Process> Process::connect(const char* module, const std::function<Bootstrap()>& bootstrap,
+                                          std::chrono::milliseconds deadline) {
   static std::mutex mutex;
   static std::weak_ptr<Process> current;
   std::lock_guard lock(mutex);
   auto process = current.lock();
   if (!process) {
-    process.reset(new Process(connect_within(open_module(), deadline), deadline));
+    const Module& opened = open_module(module);
+    process.reset(new Process(opened.name, connect_within(opened, bootstrap(), deadline), deadline));
     current = process;
   }
   return process;
 }
 
-Process::Process(std::unique_ptr<Transport> transport, std::chrono::milliseconds deadline)
-    : transport_(std::move(transport)), deadline_(deadline), incoming_(kLargestMessage) {
+Process::Process(std::string name, std::unique_ptr<Transport> transport, std::chrono::milliseconds deadline)
+    : name_(std::move(name)), transport_(std::move(transport)), deadline_(deadline), incoming_(kLargestMessage) {
   inline_limit_ = transport_->eager_bytes() - sizeof(Header) - kRoomForText;
   receiving_ = transport_->receive_from_any(incoming_.data(), incoming_.size(), kMessageTag);
 }
@@ -248,4 +252,4 @@ void Process::forget(std::uint64_t group) {
   std::erase_if(announcements_, [&](const auto& entry) { return entry.first.group == group; });
 }
 
-}  // namespace fsdp::mpi
+}  // namespace fsdp::processes

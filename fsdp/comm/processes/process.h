@@ -1,4 +1,4 @@
-// This process as a rank of an MPI job: its transport, and the mailboxes of its groups.
+// This process as a rank of a job: its transport, and the mailboxes of its groups.
 //
 // One message at a time is received from anyone and put into the mailbox of its group; whoever waits for anything moves
 // it on by calling progress(). Messages of one sender are seen in the order sent, so a rank's farewell comes after all
@@ -9,6 +9,7 @@
 #include <compare>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -16,21 +17,24 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/comm/mpi/message.h"
-#include "fsdp/comm/mpi/transport.h"
+#include "fsdp/comm/processes/message.h"
+#include "fsdp/comm/processes/transport.h"
 
-namespace fsdp::mpi {
+namespace fsdp::processes {
 
 class Process {
  public:
-  // The one of this process; opened and connected at first, found later. Throws UsageError when the module cannot be
-  // opened, CommunicationError when the other processes do not come within the deadline.
-  static std::shared_ptr<Process> connect(std::chrono::milliseconds deadline);
+  // The one of this process; connected at first, found later. `module` is kMpiModule or kZeroMqModule; `bootstrap` is
+  // called when there is something to connect. Throws UsageError when the module cannot be opened, CommunicationError
+  // when the other processes do not come within the deadline.
+  static std::shared_ptr<Process> connect(const char* module, const std::function<Bootstrap()>& bootstrap,
+                                          std::chrono::milliseconds deadline);
 
   // Says farewell, waits until all others have, ends the library. Waits at most the deadline, or two seconds after a
   // failure and while an exception unwinds; the library is left as it is then.
   ~Process();
 
+  [[nodiscard]] const std::string& transport_name() const { return name_; }  // "mpi", "zeromq"
   [[nodiscard]] int rank() const { return transport_->rank(); }
   [[nodiscard]] int size() const { return transport_->size(); }
   [[nodiscard]] Transport& transport() const { return *transport_; }
@@ -66,7 +70,7 @@ class Process {
   void forget(std::uint64_t group);
 
  private:
-  explicit Process(std::unique_ptr<Transport> transport, std::chrono::milliseconds deadline);
+  Process(std::string name, std::unique_ptr<Transport> transport, std::chrono::milliseconds deadline);
 
   void deliver(int from, Message message);
   void reap_outbox();
@@ -80,6 +84,7 @@ class Process {
     std::vector<std::byte> bytes;
   };
 
+  const std::string name_;
   std::unique_ptr<Transport> transport_;
   const std::chrono::milliseconds deadline_;
   std::size_t inline_limit_ = 0;
@@ -99,11 +104,11 @@ class Process {
   bool failed_ = false;
 };
 
-// "Open MPI v4.1.4", or why there is none.
+// "Open MPI v4.1.4", or why the module cannot be used.
 struct LibraryInfo {
   bool available = false;
   std::string text;
 };
-[[nodiscard]] LibraryInfo library_info();
+[[nodiscard]] LibraryInfo library_info(const char* module);
 
-}  // namespace fsdp::mpi
+}  // namespace fsdp::processes

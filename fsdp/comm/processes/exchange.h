@@ -13,14 +13,14 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/comm/mpi/backoff.h"
-#include "fsdp/comm/mpi/mpi_group.h"
+#include "fsdp/comm/processes/backoff.h"
+#include "fsdp/comm/processes/process_group.h"
 
-namespace fsdp::mpi {
+namespace fsdp::processes {
 
 class Exchange {
  public:
-  Exchange(MpiGroup& group, const Collective& operation);
+  Exchange(ProcessGroup& group, const Collective& operation);
   ~Exchange();
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
@@ -69,7 +69,7 @@ class Exchange {
   void pause_or_fail(Backoff& backoff, std::span<const int> missing);
   [[noreturn]] void fail_for_missing(std::span<const int> missing, const std::string& how);
 
-  MpiGroup& group_;
+  ProcessGroup& group_;
   Transport& transport_;
   const Collective& operation_;
   const GroupOptions& options_;
@@ -79,4 +79,4 @@ class Exchange {
   std::vector<Pending> sends_, receives_;
 };
 
-}  // namespace fsdp::mpi
+}  // namespace fsdp::processes

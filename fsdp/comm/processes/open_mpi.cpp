@@ -3,9 +3,9 @@
 
 #include <stdexcept>
 
-#include "fsdp/comm/mpi/transport.h"
+#include "fsdp/comm/processes/transport.h"
 
-namespace fsdp::mpi {
+namespace fsdp::processes {
 namespace {
 
 static_assert(sizeof(MPI_Request) <= sizeof(void*), "a request travels as a pointer");
@@ -119,8 +119,10 @@ std::string library() {
 }
 
 }  // namespace
-}  // namespace fsdp::mpi
+}  // namespace fsdp::processes
 
-extern "C" __attribute__((visibility("default"))) const fsdp::mpi::Module fsdp_mpi_module = {
-    fsdp::mpi::kModuleVersion, &fsdp::mpi::library,
-    []() -> std::unique_ptr<fsdp::mpi::Transport> { return std::make_unique<fsdp::mpi::MpiTransport>(); }};
+extern "C" __attribute__((visibility("default"))) const fsdp::processes::Module fsdp_transport_module = {
+    fsdp::processes::kModuleVersion, "mpi", &fsdp::processes::library,
+    [](const fsdp::processes::Bootstrap&) -> std::unique_ptr<fsdp::processes::Transport> {
+      return std::make_unique<fsdp::processes::MpiTransport>();
+    }};

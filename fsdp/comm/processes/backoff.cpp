@@ -1,11 +1,11 @@
-#include "fsdp/comm/mpi/backoff.h"
+#include "fsdp/comm/processes/backoff.h"
 
 #include <sys/prctl.h>
 
 #include <algorithm>
 #include <thread>
 
-namespace fsdp::mpi {
+namespace fsdp::processes {
 namespace {
 
 using std::chrono::microseconds;
@@ -33,4 +33,4 @@ bool Backoff::pause() {
   return true;
 }
 
-}  // namespace fsdp::mpi
+}  // namespace fsdp::processes

@@ -4,7 +4,7 @@
 
 #include <chrono>
 
-namespace fsdp::mpi {
+namespace fsdp::processes {
 
 class Backoff {
  public:
@@ -17,4 +17,4 @@ class Backoff {
   std::chrono::steady_clock::time_point start_, end_;
 };
 
-}  // namespace fsdp::mpi
+}  // namespace fsdp::processes

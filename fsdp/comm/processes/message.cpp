@@ -1,10 +1,10 @@
-#include "fsdp/comm/mpi/message.h"
+#include "fsdp/comm/processes/message.h"
 
 #include <cstring>
 
 #include "fsdp/base/check.h"
 
-namespace fsdp::mpi {
+namespace fsdp::processes {
 
 Header header_of(const Collective& operation) {
   Header header;
@@ -70,4 +70,4 @@ Message decode(const std::byte* bytes, std::size_t size) {
   return message;
 }
 
-}  // namespace fsdp::mpi
+}  // namespace fsdp::processes

@@ -14,7 +14,7 @@
 
 #include "fsdp/comm/collective.h"
 
-namespace fsdp::mpi {
+namespace fsdp::processes {
 
 enum class MessageKind : std::uint8_t {
   operation,  // the sender has come to this operation of the group
@@ -60,4 +60,4 @@ struct Message {
                                             std::size_t inline_bytes);
 [[nodiscard]] Message decode(const std::byte* bytes, std::size_t size);
 
-}  // namespace fsdp::mpi
+}  // namespace fsdp::processes
