@@ -239,6 +239,8 @@ void assign(const Field& field, TrainConfig& config, const Value& value, const s
   if (field.key == "model.preset") config.model.shape = *models::find_preset(config.model.preset);
 }
 
+std::string shown_value(const Field& field, TrainConfig config) { return show(value_in(field, config)); }
+
 std::string describe_fields() {
   TrainConfig defaults;
   defaults.model.shape = *models::find_preset(defaults.model.preset);

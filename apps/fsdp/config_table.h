@@ -44,6 +44,9 @@ void assign(const Field& field, TrainConfig& config, const Value& value, const s
 // "an integer from 1 to 4096", "one of adamw, sgd"
 [[nodiscard]] std::string expectation(const Field& field);
 
+// The field's value as TOML.
+[[nodiscard]] std::string shown_value(const Field& field, TrainConfig config);
+
 // For readers: every field with type, range or choices, default and meaning, by section.
 [[nodiscard]] std::string describe_fields();
 

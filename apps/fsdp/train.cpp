@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "apps/fsdp/config_table.h"
 #include "apps/fsdp/interrupt.h"
 #include "apps/fsdp/rank_errors.h"
 #include "apps/fsdp/silent_exit.h"
@@ -37,6 +38,16 @@ std::string describe(const RunResult& result) {
   if (result.out_of_time) text += ", ended by run.max_seconds";
   if (result.interrupted) text += ", interrupted";
   return text;
+}
+
+// Settings and sizes of the data; the same data may lie in another place on another machine.
+std::string what_must_agree(const TrainJob& job) {
+  std::string text;
+  for (const Field& field : config_fields()) {
+    if (field.key != "data.files") text += fmt::format("{} = {}\n", field.key, shown_value(field, job.config));
+  }
+  return text + fmt::format("training tokens = {}\nheld out tokens = {}\n", job.data->train_tokens(),
+                            job.data->validation_tokens());
 }
 
 // Everything the library says goes through the progress display while a run lasts.
@@ -75,7 +86,10 @@ int train(const TrainCommand& command) {
   RunResult result;
   bool started = false;
   const auto rank_main = [&](World world) {
-    if (processes) settle_errors(world, error);
+    if (processes) {
+      settle_errors(world, error);
+      settle_differences(world, what_must_agree(*job));
+    }
     started = true;
     const bool leads = world.rank() == Rank(0);
     if (leads) job->log->begin();

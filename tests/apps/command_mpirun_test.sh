@@ -55,6 +55,14 @@ expect_one_error 2 "--ranks 4 asks for in-process ranks, but mpirun started 2 pr
 job 1 "$fsdp" "${tiny[@]}" --log "$work/kept.jsonl" : -n 1 "$fsdp" train --config "$config" --set "data.files=[\"$work/none\"]"
 code=$?
 expect_one_error 2 "on rank 1: .*none"
+job 1 "$fsdp" "${tiny[@]}" --log "$work/kept.jsonl" : -n 1 "$fsdp" "${tiny[@]}" --set run.steps=31
+code=$?
+expect_one_error 2 "run.steps = 30 on rank 0, run.steps = 31 on rank 1"
+cp "$work/text" "$work/elsewhere"
+echo "one more line" >>"$work/elsewhere"
+job 1 "$fsdp" "${tiny[@]}" --log "$work/kept.jsonl" : -n 1 "$fsdp" train --config "$config" --set "data.files=[\"$work/elsewhere\"]"
+code=$?
+expect_one_error 2 "training tokens = [0-9]* on rank 0, training tokens = [0-9]* on rank 1"
 [ "$(cat "$work/kept.jsonl")" = precious ] || fail "a refused run has touched an earlier log"
 
 # A failure on one rank in the middle: a token beyond the vocabulary that only one rank comes to read.

@@ -163,6 +163,12 @@ TEST(RankErrors, AreToldOnceWithTheRanksTheyConcern) {
   EXPECT_EQ(merge_errors({"", "no file", "no file", "no key"}), "on ranks 1, 2: no file; on rank 3: no key");
 }
 
+TEST(RankErrors, DifferencesNameBothSides) {
+  EXPECT_EQ(describe_differences({"a = 1\nb = 2\n", "a = 1\nb = 2\n"}), "");
+  EXPECT_EQ(describe_differences({"a = 1\nb = 2\n", "a = 1\nb = 2\n", "a = 1\nb = 3\n"}),
+            "the ranks were started with different settings or data: b = 2 on rank 0, b = 3 on rank 2");
+}
+
 TEST_F(ConfigTest, UnknownKeysAreRefusedWithTheNearestOne) {
   EXPECT_THAT(refusal(kData + "[model]\nlayer = 2\n"),
               HasSubstr(at_line(3) + ": unknown key model.layer; the nearest is model.layers"));

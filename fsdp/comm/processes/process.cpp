@@ -4,6 +4,7 @@
 
 #include <condition_variable>
 #include <exception>
+#include <filesystem>
 #include <thread>
 
 #include "fsdp/base/check.h"
@@ -18,10 +19,18 @@ constexpr std::size_t kLargestMessage = 1 << 20;
 constexpr std::size_t kRoomForText = 512;  // what label and counts of a usual message take
 constexpr std::chrono::milliseconds kPatienceAfterFailure{2000};
 
+// In FSDP_MODULE_DIR when that is set; else in ../lib of the program, or wherever its run path leads.
+std::string find_module(const std::string& name) {
+  if (const auto folder = env::text("FSDP_MODULE_DIR")) return *folder + "/" + name;
+  std::error_code error;
+  const auto program = std::filesystem::read_symlink("/proc/self/exe", error);
+  const auto beside = program.parent_path().parent_path() / "lib" / name;
+  return !error && std::filesystem::exists(beside, error) ? beside.string() : name;
+}
+
 // Stays open for the life of the process: the library behind it cannot be started twice.
 const Module& open_module(const char* name) {
-  const auto folder = env::text("FSDP_MODULE_DIR");
-  const std::string file = folder ? *folder + "/" + name : name;
+  const std::string file = find_module(name);
   // MPI finds its own plug-ins' symbols only when it is global.
   void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_GLOBAL);
   if (handle == nullptr) {
