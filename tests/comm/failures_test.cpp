@@ -212,6 +212,24 @@ TEST_P(Failures, ResetByAllRanksMakesAFailedCommunicatorUsable) {
   });
 }
 
+TEST_P(FailuresWithPeers, WhatWasPendingAtAnAbortIsForgottenByTheReset) {
+  on_all_ranks([](Member& m) {
+    float data = 1;
+    if (m.rank != 0) {
+      m.communicator.barrier(m.stream, "lost");  // rank 0 never joins it
+      EXPECT_THAT(failure_of(m.stream), HasSubstr("given up"));
+      m.stream.reset();
+    } else {
+      m.communicator.abort("given up");
+    }
+    m.side.meet(m.rank);
+    m.communicator.reset();
+    m.communicator.all_reduce(&data, &data, Elements(1), c10::kFloat, ReduceOp::sum, m.stream, "again");
+    m.stream.synchronize();
+    EXPECT_EQ(data, static_cast<float>(m.size));
+  });
+}
+
 TEST_P(FailuresWithPeers, AResetThatOneRankMissesNamesIt) {
   on_all_ranks(
       [](Member& m) {

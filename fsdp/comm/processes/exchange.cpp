@@ -235,7 +235,7 @@ void Exchange::move_and_reduce() {
                 byte_count(begin(r + 1) - begin(r), operation_.dtype)};
   };
   reduce_part(begin(rank), begin(rank + 1) - begin(rank), part(rank).data);
-  await_transfers();  // in place, the others' sums overwrite what was sent
+  await_transfers();  // in place, the others' sums go where this rank's parts are still being sent from
   for (const int r : peers_) {
     send(r, {part(rank).data, part(rank).bytes}, kLargestMessage);
     receive(r, part(r));
