@@ -176,6 +176,9 @@ void add_json_tokens(LineReader& reader, Documents& documents) {
 std::string data_prepare(const DataPrepareOptions& options) {
   check_options(options);
   FSDP_CHECK(!options.output.empty(), UsageError, "--output: expected a prefix for the two files");
+  const std::vector<std::filesystem::path> inputs(options.inputs.begin(), options.inputs.end());
+  for (const char* suffix : {".bin.part", ".idx.part"})
+    check_output_file(options.output + suffix, "--output", inputs);  // they are replaced and removed on the way
   make_parent_folder(options.output, "--output");
   data::IndexedWriter writer(options.output, writer_options(options));
   Documents documents(writer, options.append_token);

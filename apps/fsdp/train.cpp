@@ -1,6 +1,8 @@
 #include "apps/fsdp/train.h"
 
 #include <fmt/format.h>
+#include <signal.h>
+#include <sys/prctl.h>
 
 #include <cmath>
 
@@ -9,11 +11,17 @@
 #include "apps/fsdp/rank_errors.h"
 #include "apps/fsdp/silent_exit.h"
 #include "apps/fsdp/trainer.h"
+#include "fsdp/base/env.h"
 #include "fsdp/base/log.h"
 #include "fsdp/mesh/launch.h"
 
 namespace fsdp::app {
 namespace {
+
+// Ranks of a torchrun that was killed would go on alone.
+void end_with_agent() {
+  if (env::text("TORCHELASTIC_RUN_ID")) prctl(PR_SET_PDEATHSIG, SIGTERM);
+}
 
 std::string describe(const TrainJob& job, const std::optional<Launcher>& launcher) {
   const auto& shape = job.config.model.shape;
@@ -40,14 +48,30 @@ std::string describe(const RunResult& result) {
   return text;
 }
 
+void report(const TrainJob& job, const TrainCommand& command, const RunResult& result) {
+  job.log->done(result);
+  job.progress->line(describe(result));
+  if (!command.log.empty()) job.progress->line(fmt::format("log: {}", command.log.string()));
+  if (!command.profile.empty()) job.progress->line(fmt::format("trace: {}", command.profile.string()));
+}
+
+// FNV-1a of the tokens of a batch.
+std::uint64_t digest(const data::TokenBatch& batch) {
+  std::uint64_t value = 14695981039346656037ULL;
+  for (const auto token : batch.tokens) value = (value ^ static_cast<std::uint64_t>(token)) * 1099511628211ULL;
+  return value;
+}
+
 // Settings and sizes of the data; the same data may lie in another place on another machine.
 std::string what_must_agree(const TrainJob& job) {
   std::string text;
   for (const Field& field : config_fields()) {
-    if (field.key != "data.files") text += fmt::format("{} = {}\n", field.key, shown_value(field, job.config));
+    if (field.key != "data.files" && field.key != "run.log_interval")
+      text += fmt::format("{} = {}\n", field.key, shown_value(field, job.config));
   }
-  return text + fmt::format("training tokens = {}\nheld out tokens = {}\n", job.data->train_tokens(),
-                            job.data->validation_tokens());
+  return text + fmt::format("training tokens = {}\nheld out tokens = {}\ndigest of the first sequences = {:x}, {:x}\n",
+                            job.data->train_tokens(), job.data->validation_tokens(),
+                            digest(job.data->train_batch(0, 4)), digest(job.data->validation_batch(0, 1, 1)));
 }
 
 // Everything the library says goes through the progress display while a run lasts.
@@ -82,6 +106,7 @@ int train(const TrainCommand& command) {
     error = refused.what();  // the others have to know first
   }
   install_interrupt_handler();
+  if (processes && launcher->name == "torchrun") end_with_agent();
 
   RunResult result;
   bool started = false;
@@ -96,6 +121,7 @@ int train(const TrainCommand& command) {
     Trainer trainer(std::move(world), {job->config, *job->data, *job->progress, *job->log, job->profile});
     const auto own = trainer.run();
     if (leads || processes) result = own;
+    if (leads) report(*job, command, own);  // now: a launcher that ends the job may not leave time for it later
   };
   LaunchOptions options;
   if (job) {
@@ -119,12 +145,6 @@ int train(const TrainCommand& command) {
       throw RunFailure(processes && !what.starts_with("rank ") ? fmt::format("rank {}: {}", launcher->rank, what)
                                                                : what);
     }
-  }
-  if (job->leads) {
-    job->log->done(result);
-    job->progress->line(describe(result));
-    if (!command.log.empty()) job->progress->line(fmt::format("log: {}", command.log.string()));
-    if (!command.profile.empty()) job->progress->line(fmt::format("trace: {}", command.profile.string()));
   }
   return result.interrupted ? 130 : 0;
 }

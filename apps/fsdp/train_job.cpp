@@ -21,6 +21,8 @@ TrainConfig resolve_config(const ConfigSources& sources, const std::optional<Lau
     config.run.ranks = launcher->size;
     local_ranks = launcher->local_size;
   }
+  // One process of a launcher is one rank too. Not of srun: an interactive shell of Slurm looks alike.
+  if (launcher && launcher->size == 1 && launcher->name != "srun" && !sources.ranks) config.run.ranks = local_ranks = 1;
   validate_train_config(config);
   check_memory(config, local_ranks);
   return config;

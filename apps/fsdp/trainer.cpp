@@ -13,6 +13,7 @@
 #include "apps/fsdp/evaluation.h"
 #include "apps/fsdp/interrupt.h"
 #include "apps/fsdp/settings.h"
+#include "fsdp/base/check.h"
 #include "fsdp/module/call.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/optim/clip_grad_norm.h"
@@ -134,7 +135,12 @@ data::BatchPrefetcher::Batches Trainer::make_batches(std::int64_t step) const {
 
 double Trainer::target_count(std::int64_t step) const {
   const auto& run = config_.run;
-  return static_cast<double>(std::max<std::int64_t>(1, shared_.data.count_targets(step * run.batch, run.batch)));
+  const auto targets = shared_.data.count_targets(step * run.batch, run.batch);
+  FSDP_CHECK(targets > 0, UsageError,
+             "step {} has no targets: every token of it begins a document, and data.mask_document_starts leaves these "
+             "out; prepare the files with longer documents",
+             step + 1);
+  return static_cast<double>(targets);
 }
 
 Trainer::Stop Trainer::step(std::int64_t index, StepResult& result) {

@@ -24,6 +24,9 @@ constexpr Variables kSrun{"srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM
 std::optional<Launcher> read(const Variables& variables) {
   const auto rank = env::integer(variables.rank);
   const auto size = env::integer(variables.size);
+  FSDP_CHECK(rank.has_value() == size.has_value() || &variables != &kTorchrun, UsageError,
+             "{} is set, but {} is not: set both, as torchrun does, or neither", rank ? variables.rank : variables.size,
+             rank ? variables.size : variables.rank);
   if (!rank || !size) return std::nullopt;
   FSDP_CHECK(*size >= 1 && *size <= 1'000'000 && *rank >= 0 && *rank < *size, UsageError,
              "{} set {}={} and {}={}; expected a rank below the size", variables.name, variables.rank, *rank,

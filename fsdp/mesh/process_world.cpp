@@ -10,7 +10,9 @@ namespace {
 
 std::shared_ptr<processes::Process> join(const Launcher& launcher, std::chrono::milliseconds deadline) {
   if (launcher.name == "torchrun") {
-    const auto rendezvous = [&] { return processes::make_rendezvous({launcher.rank, launcher.size, deadline}); };
+    const auto rendezvous = [launcher, deadline] {
+      return processes::make_rendezvous({launcher.rank, launcher.size, deadline});
+    };
     return processes::Process::connect(processes::kZeroMqModule, rendezvous, deadline);
   }
   auto process = processes::Process::connect(

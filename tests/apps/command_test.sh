@@ -128,6 +128,13 @@ for name in ("21", "22", "42"):
         assert abs(a["loss"] - b["loss"]) < 1e-3, (name, a, b)
         assert abs(a["grad_norm"] - b["grad_norm"]) < 1e-3 * max(1, a["grad_norm"]), (name, a, b)
 PY
+cp "$work/text" "$work/kept.bin.part"
+expect_error 2 "--output: $work/kept.bin.part is $work/kept.bin.part" data prepare --input "$work/kept.bin.part" --output "$work/kept"
+cmp -s "$work/text" "$work/kept.bin.part" || fail "prepare has changed its input"
+for i in $(seq 1 3000); do echo "[$((i % 50))]"; done >"$work/short.jsonl"
+"$fsdp" data prepare --input "$work/short.jsonl" --format tokens --vocabulary 256 --output "$work/short" >"$work/out" 2>&1 || fail "data prepare of short documents"
+expect_error 1 "step 1 has no targets" train --config "$config" --set "data.files=[\"$work/short\"]" --set data.mask_document_starts=true
+OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 "$fsdp" "${tiny[@]}" --print-config | grep -q "^ranks = 1$" || fail "one process of a launcher is one rank"
 expect_error 1 "is beyond the vocabulary of 256" train --config "$config" --set "data.files=[\"$work/tokens\"]"
 
 [ "$failures" = 0 ] && echo "all good"

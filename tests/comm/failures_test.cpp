@@ -165,6 +165,7 @@ TEST_P(Failures, AbortEndsWhatIsPendingWithItsReason) {
   on_all_ranks([](Member& m) {
     m.communicator.barrier(m.stream, "together");
     m.stream.synchronize();
+    m.side.meet(m.rank);  // nobody aborts while another is still in it
     const Stream aborted = m.world.runtime()->make_stream("aborted");
     if (m.size == 1 || m.rank != 0)
       m.communicator.barrier(aborted, "step");  // pending where there are peers to wait for
@@ -198,6 +199,7 @@ TEST_P(Failures, ResetByAllRanksMakesAFailedCommunicatorUsable) {
     for (int round = 0; round < 3; ++round) {
       m.communicator.barrier(m.stream, "good");
       m.stream.synchronize();
+      m.side.meet(m.rank);  // nobody aborts while another is still in it
       m.communicator.abort("round");
       m.communicator.barrier(m.stream, "bad");
       EXPECT_THAT(failure_of(m.stream), HasSubstr("round"));

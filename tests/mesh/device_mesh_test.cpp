@@ -208,8 +208,9 @@ class WorldFromEnvironment : public ::testing::Test {
 
 TEST_F(WorldFromEnvironment, IsOneRankWithoutALauncher) {
   EXPECT_EQ(World::from_environment().size(), 1);
-  setenv("WORLD_SIZE", "4", 1);  // half a launcher says nothing
-  EXPECT_EQ(World::from_environment().size(), 1);
+  setenv("WORLD_SIZE", "4", 1);
+  EXPECT_THAT(refusal([] { (void)World::from_environment(); }),
+              HasSubstr("WORLD_SIZE is set, but RANK is not: set both, as torchrun does, or neither"));
 }
 
 TEST_F(WorldFromEnvironment, AcceptsALaunchOfOneProcess) {

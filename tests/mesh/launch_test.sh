@@ -73,6 +73,15 @@ case $module in
     expect "error: RANK and WORLD_SIZE name 2 processes, but MASTER_ADDR and MASTER_PORT"
     alone RANK=0 WORLD_SIZE=2 MASTER_ADDR=no.such.host.invalid MASTER_PORT=29400
     expect "error: .*no.such.host.invalid"
+    # By hand, four at once: rank 0 runs the store until the last has read it.
+    for attempt in 1 2 3; do
+      pids=()
+      for rank in 0 1 2 3; do
+        RANK=$rank WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + ($$ + attempt) % 20000)) timeout 60 "$program" well 30000 >"$work/out" 2>&1 &
+        pids+=($!)
+      done
+      for pid in "${pids[@]}"; do wait "$pid" || fail "by hand, attempt $attempt: exit code $?"; done
+    done
     alone RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + $$ % 20000))
     expect "error: rank 0 waited 1000 ms for rank 1 to come to 127.0.0.1"
     ;;

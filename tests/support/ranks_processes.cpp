@@ -41,15 +41,18 @@ class OwnWorld final : public SideChannel {
 std::unique_ptr<OwnWorld> job;  // of all processes; also keeps them connected between tests
 
 class FailuresOnly final : public ::testing::EmptyTestEventListener {
+  void OnTestStart(const ::testing::TestInfo& test) override {
+    name_ = fmt::format("{}.{}", test.test_suite_name(), test.name());
+  }
+  // Called under gtest's lock: asks it nothing.
   void OnTestPartResult(const ::testing::TestPartResult& result) override {
     if (!result.failed()) return;
-    const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
-    std::fputs(fmt::format("rank {}: {}.{}: {}:{}: {}\n", launcher().rank, test ? test->test_suite_name() : "",
-                           test ? test->name() : "", result.file_name() ? result.file_name() : "", result.line_number(),
-                           result.message())
+    std::fputs(fmt::format("rank {}: {}: {}:{}: {}\n", own_process_rank(), name_,
+                           result.file_name() ? result.file_name() : "", result.line_number(), result.message())
                    .c_str(),
                stderr);
   }
+  std::string name_;
 };
 
 }  // namespace

@@ -47,7 +47,7 @@ const Module& open_module(const char* name) {
 }
 
 // Joining has no time limit of its own: it waits in a thread that is left behind when the deadline passes.
-std::unique_ptr<Transport> connect_within(const Module& module, const Bootstrap& bootstrap,
+std::unique_ptr<Transport> connect_within(const Module& module, const std::function<Bootstrap()>& bootstrap,
                                           std::chrono::milliseconds deadline) {
   struct Shared {
     std::mutex mutex;
@@ -61,7 +61,7 @@ std::unique_ptr<Transport> connect_within(const Module& module, const Bootstrap&
     std::unique_ptr<Transport> transport;
     std::exception_ptr error;
     try {
-      transport = connect(bootstrap);
+      transport = connect(bootstrap());
     } catch (...) {
       error = std::current_exception();
     }
@@ -106,7 +106,7 @@ std::shared_ptr<Process> Process::connect(const char* module, const std::functio
   auto process = current.lock();
   if (!process) {
     const Module& opened = open_module(module);
-    process.reset(new Process(opened.name, connect_within(opened, bootstrap(), deadline), deadline));
+    process.reset(new Process(opened.name, connect_within(opened, bootstrap, deadline), deadline));
     current = process;
   }
   return process;

@@ -25,8 +25,8 @@ namespace fsdp::processes {
 class Process {
  public:
   // The one of this process; connected at first, found later. `module` is kMpiModule or kZeroMqModule; `bootstrap` is
-  // called when there is something to connect. Throws UsageError when the module cannot be opened, CommunicationError
-  // when the other processes do not come within the deadline.
+  // called when there is something to connect, on a thread that may outlive this call. Throws UsageError when the
+  // module cannot be opened, CommunicationError when the other processes do not come within the deadline.
   static std::shared_ptr<Process> connect(const char* module, const std::function<Bootstrap()>& bootstrap,
                                           std::chrono::milliseconds deadline);
 

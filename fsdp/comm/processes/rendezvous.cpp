@@ -22,7 +22,7 @@ std::string first_line(const std::exception& error) {
 }
 
 std::vector<std::string> exchange(c10d::TCPStore& store, const RendezvousOptions& options, const std::string& prefix,
-                                  const std::string& own) {
+                                  const std::string& own, bool runs_store) {
   store.set(prefix + std::to_string(options.rank), std::vector<std::uint8_t>(own.begin(), own.end()));
   std::vector<std::string> all;
   for (int r = 0; r < options.size; ++r) {
@@ -36,6 +36,13 @@ std::vector<std::string> exchange(c10d::TCPStore& store, const RendezvousOptions
     }
     const auto value = store.get(key);
     all.emplace_back(value.begin(), value.end());
+  }
+  // The process that runs the store must not end before the last has read it.
+  store.set(prefix + "done/" + std::to_string(options.rank), std::vector<std::uint8_t>{1});
+  if (runs_store) {
+    std::vector<std::string> keys;
+    for (int r = 0; r < options.size; ++r) keys.push_back(prefix + "done/" + std::to_string(r));
+    store.wait(keys, options.deadline);
   }
   return all;
 }
@@ -90,11 +97,12 @@ Bootstrap make_rendezvous(const RendezvousOptions& options) {
   }
   // After a restart by torchrun the store still holds the addresses of the attempt before.
   const auto prefix = fmt::format("{}{}/", kKey, env::text("TORCHELASTIC_RESTART_COUNT").value_or("0"));
-  return {
-      .rank = options.rank,
-      .size = options.size,
-      .address = own_address_towards(*host),
-      .exchange = [store, options, prefix](const std::string& own) { return exchange(*store, options, prefix, own); }};
+  return {.rank = options.rank,
+          .size = options.size,
+          .address = own_address_towards(*host),
+          .exchange = [store, options, prefix, runs_store = store_options.isServer](const std::string& own) {
+            return exchange(*store, options, prefix, own, runs_store);
+          }};
 }
 
 }  // namespace fsdp::processes
