@@ -37,7 +37,7 @@ std::vector<MeshAxis> mesh_axes(const TrainConfig& config) {
     FSDP_CHECK(product <= 1'000'000, UsageError, "mesh.axes: more than a million ranks");
   }
   FSDP_CHECK(product == ranks, UsageError,
-             "mesh.axes make {} ranks, but there are {} (run.ranks or --ranks): make the two equal", product, ranks);
+             "mesh.axes make {} ranks, but there are {} (run.ranks, --ranks or the processes of a launcher): make the two equal", product, ranks);
   return axes;
 }
 

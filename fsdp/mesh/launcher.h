@@ -17,7 +17,7 @@ struct Launcher {
 
 // Empty without a launcher. When several have set their variables, the innermost one counts: torchrun (known by
 // TORCHELASTIC_RUN_ID), then mpirun, then RANK and WORLD_SIZE alone, then srun. Throws UsageError when a variable is no
-// number or the rank is not below the size.
+// number, the rank is not below the size, or only one of RANK and WORLD_SIZE is set.
 [[nodiscard]] std::optional<Launcher> find_launcher();
 
 // Threads for operators of one process of this machine: the cores it is bound to, or an equal share of the machine's.
