@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "fsdp/base/check.h"
+#include "fsdp/module/recompute.h"
 
 namespace fsdp::models {
 
@@ -49,7 +50,10 @@ at::Tensor TransformerImpl::forward(const at::Tensor& tokens) {
   FSDP_CHECK(tokens.size(1) <= config_.max_context, UsageError,
              "transformer: expected at most max_context = {} positions, got {}", config_.max_context, tokens.size(1));
   auto hidden = embedding_->forward(tokens);
-  for (auto& block : blocks_) hidden = block->forward(hidden);
+  for (auto& block : blocks_) {
+    hidden = config_.recompute ? recompute([block](const at::Tensor& x) mutable { return block->forward(x); }, hidden)
+                               : block->forward(hidden);
+  }
   hidden = norm_->forward(hidden);
   return config_.tied_embeddings ? embedding_->logits(hidden) : head_->forward(hidden);
 }

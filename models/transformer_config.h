@@ -18,6 +18,7 @@ struct TransformerConfig {
   double rope_theta = 10000.0;
   double norm_epsilon = 1e-5;
   bool tied_embeddings = false;    // the output head is the token embedding
+  bool recompute = false;          // blocks are computed again in backward, their intermediate values are not kept
   c10::Device device = c10::kCPU;  // where weights are built; meta: shapes only, values come later
 
   [[nodiscard]] std::int64_t head_width() const { return width / heads; }

@@ -18,6 +18,7 @@ import fcntl
 import json
 import os
 import pathlib
+import signal
 import struct
 import sys
 
@@ -199,6 +200,16 @@ def little_endian(values):
     return values
 
 
+@contextlib.contextmanager
+def interrupts_held():
+    """Ctrl-C waits until the end of the block, so that no file exists of which nobody knows."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class PairWriter:
     """Writes PREFIX.bin.part and PREFIX.idx.part; finish() gives them their names, the .idx last. Used with `with`."""
 
@@ -238,12 +249,13 @@ class PairWriter:
 
     def open_part(self, path):
         part = pathlib.Path(f"{path}.part")
-        file = open(part, "ab")  # not emptied before it is ours
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{part} is being written by another process") from error
-        self.parts.append(part)
+        with interrupts_held():
+            file = open(part, "ab")  # not emptied before it is ours
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(f"{part} is being written by another process") from error
+            self.parts.append(part)
         file.truncate(0)
         return file
 
@@ -297,7 +309,9 @@ def tokenize(options):
     tokenizer = open_tokenizer(pathlib.Path(options.tokenizer))
     end = [] if options.append_eod is None else [find_eod(tokenizer, options.append_eod)]
     left_out = 0
-    with PairWriter(options.output, tokenizer.vocabulary, options.overwrite) as writer:
+    with contextlib.ExitStack() as open_files:
+        with interrupts_held():
+            writer = open_files.enter_context(PairWriter(options.output, tokenizer.vocabulary, options.overwrite))
         for batch in batches(read_documents(options)):
             for ids in tokenizer.encode(batch):
                 if ids:

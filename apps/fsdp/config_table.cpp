@@ -65,6 +65,8 @@ std::vector<Field> make_fields() {
       number("model.rope_theta", "base of the rotary frequencies", FIELD(model.shape.rope_theta), 1, 1e12),
       number("model.norm_epsilon", "added under the root of RMSNorm", FIELD(model.shape.norm_epsilon), 1e-12, 1),
       flag("model.tied_embeddings", "output head = token embedding", FIELD(model.shape.tied_embeddings)),
+      flag("model.recompute", "compute blocks again in backward instead of keeping their intermediate values",
+           FIELD(model.shape.recompute)),
 
       texts("data.files", "token files (PREFIX of a .bin/.idx pair) or plain text files, read as bytes",
             FIELD(data.files), true),

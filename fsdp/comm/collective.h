@@ -15,6 +15,15 @@ namespace fsdp {
 
 enum class ReduceOp : std::uint8_t { sum, max };  // averages: sum, then divide; no backend's average is trusted
 
+// The part of a training run that an operation belongs to. Ranks that are in different parts must not mix their data.
+struct Stamp {
+  std::int32_t step = 0;        // last microbatches whose backward ended
+  std::int32_t microbatch = 0;  // of the step
+  std::int32_t updates = 0;     // optimizer steps
+  bool last = true;             // it is the step's last microbatch
+  bool operator==(const Stamp&) const = default;
+};
+
 struct Collective {
   trace::Kind kind = trace::Kind::barrier;
   ReduceOp reduce = ReduceOp::sum;
@@ -25,8 +34,9 @@ struct Collective {
   void* receive = nullptr;
   std::int64_t count = 0;     // elements a rank: gathered share, scattered share, or whole buffer
   std::int64_t sequence = 0;  // of this communicator, from 1
-  const char* label = "";     // what it is for, such as "FSDP:layers.0:unshard"; lives as long as the process
-                              // (base/intern.h): other ranks read it
+  Stamp stamp = {};
+  const char* label = "";  // what it is for, such as "FSDP:layers.0:unshard"; lives as long as the process
+                           // (base/intern.h): other ranks read it
   // all_to_all_v: elements to and from each rank, packed in rank order. [rank]
   std::shared_ptr<const std::vector<std::int64_t>> send_counts, receive_counts;
 };

@@ -15,8 +15,7 @@ std::string describe(const Collective& operation) {
 
 Communicator::Communicator(std::shared_ptr<CommunicatorBackend> backend, std::shared_ptr<Runtime> runtime, Rank rank,
                            int size, std::string name)
-    : state_(std::make_shared<State>(
-          State{std::move(backend), std::move(runtime), rank, size, std::move(name), 0, Bytes(0)})) {}
+    : state_(std::make_shared<State>(State{std::move(backend), std::move(runtime), rank, size, std::move(name)})) {}
 
 int Communicator::size() const {
   FSDP_CHECK(state_ != nullptr, UsageError, "this communicator was never created");
@@ -45,6 +44,7 @@ void Communicator::launch(Collective operation, std::int64_t largest_count, cons
              "{} \"{}\" on communicator {}: expected a rank from 0 to {}, got {}", trace::to_string(operation.kind),
              operation.label, state_->name, state_->size - 1, operation.peer);
   operation.sequence = ++state_->sequence;
+  operation.stamp = state_->stamp;
   const std::int64_t bytes = largest_count * static_cast<std::int64_t>(c10::elementSize(operation.dtype));
   TaskOptions options;
   // A message waits for its peer's call, which may come after one of ours: never on the calling thread.
@@ -165,6 +165,7 @@ void Communicator::barrier(const Stream& stream, const char* label) const {
 void Communicator::reset() const {
   state_->backend->reset();
   state_->sequence = 0;
+  state_->stamp = {};
 }
 
 }  // namespace fsdp

@@ -57,6 +57,9 @@ class Communicator {
   void abort(const std::string& reason) const { state_->backend->abort(reason); }
   void reset() const;
 
+  // Operations from here on belong to this part of the run; they are compared with those of the other ranks.
+  void set_stamp(const Stamp& stamp) const { state_->stamp = stamp; }
+
   // Collectives up to this payload (of the largest buffer) may run on the calling thread of a CPU rank.
   void set_inline_limit(Bytes limit) const { state_->inline_limit = limit; }
 
@@ -68,6 +71,7 @@ class Communicator {
     int size = 1;
     std::string name;
     std::int64_t sequence = 0;
+    Stamp stamp = {};
     Bytes inline_limit{0};
   };
 

@@ -45,6 +45,8 @@ c10::DataPtr FlatStorage::detach() {
   return data;
 }
 
+c10::DataPtr FlatStorage::borrow() const { return {data(), storage_.device()}; }
+
 void* FlatStorage::data() const { return storage_.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get(); }
 
 at::Tensor FlatStorage::view(c10::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes,

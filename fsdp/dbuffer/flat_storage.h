@@ -20,8 +20,9 @@ class FlatStorage {
   FlatStorage(c10::Device device, Bytes size, const std::string& released_message);
 
   void set_released_message(const std::string& message);
-  void attach(c10::DataPtr data);  // takes ownership
-  c10::DataPtr detach();           // gives it back; the storage is released afterwards
+  void attach(c10::DataPtr data);             // takes ownership
+  c10::DataPtr detach();                      // gives it back; the storage is released afterwards
+  [[nodiscard]] c10::DataPtr borrow() const;  // the same memory, for another storage that must not outlive this one
   [[nodiscard]] bool attached() const { return attached_; }
 
   [[nodiscard]] void* data() const;  // null while released, and on devices without data

@@ -11,6 +11,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/comm/threads/threads_group.h"
+#include "fsdp/mesh/rank_generator.h"
 
 namespace fsdp {
 namespace {
@@ -27,6 +28,9 @@ class GroupRegistry {
     Entry& entry = groups_[key];
     auto group = entry.group.lock();
     if (!group) {
+      std::erase_if(groups_, [&](const auto& other) {  // those that everyone has joined and left
+        return other.first != key && other.second.until_joined == nullptr && other.second.group.expired();
+      });
       group = std::make_shared<ThreadsGroup>(key.substr(0, key.find('/')), std::vector<int>(ranks.begin(), ranks.end()),
                                              deadline_);
       entry = {group, group, 0};
@@ -78,6 +82,7 @@ void run_ranks(int size, const std::function<void(World)>& rank_main, const Worl
   std::exception_ptr first_error;
   const auto run = [&](int rank) {
     at::set_num_threads(threads_per_rank);
+    const OwnRankGenerator generator(static_cast<std::uint64_t>(rank));
     auto backend = std::make_shared<World::Backend>();
     backend->name = "threads";
     backend->rank = Rank(rank);

@@ -5,6 +5,9 @@
 #include <algorithm>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/log.h"
+#include "fsdp/module/backward_watch.h"
+#include "fsdp/module/recompute_state.h"
 #include "fsdp/module/scheduler.h"
 
 namespace fsdp {
@@ -13,37 +16,126 @@ namespace fsdp {
 
 void Scheduler::ensure_backward_started(FsdpModule& unit) {
   if (!unit.options().register_hooks) return;
-  const int task = torch::autograd::get_current_graph_task_id();
+  RecomputeState& recomputing = recompute_state();
+  if (recomputing.depth > 0 &&
+      std::find(recomputing.schedulers.begin(), recomputing.schedulers.end(), this) == recomputing.schedulers.end())
+    recomputing.schedulers.push_back(this);
+  const int task = backward_task();
   if (backward_active_ && task == graph_task_) return;
   FSDP_CHECK(!backward_active_, UsageError,
-             "the previous backward ended with an exception: call context->reset() on every rank before going on");
+             "the previous backward ended with an exception (or this one runs inside another): call context->reset() "
+             "on every rank before going on");
+  FSDP_CHECK(leaf_versions() == leaf_versions_ || !awaiting_backward_, UsageError,
+             "the leaves were written between a forward and its backward, which would use weights of both: write them "
+             "after the backward");
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  selective_backward_ = chosen != nullptr && !chosen->empty();
+  if (at::GradMode::is_enabled()) watched_before_backward_ = backward_watch::enter(nullptr);
   backward_active_ = true;
   graph_task_ = task;
-  torch::autograd::Engine::get_default_engine().queue_callback([this] { end_of_backward(); });
+  begin_pass(Phase::backward);
+  const auto at_end = [this] { end_of_backward(); };
+  if (recomputing.depth > 0)
+    recomputing.at_end->emplace_back(at_end);
+  else
+    torch::autograd::Engine::get_default_engine().queue_callback(at_end);
 }
 
 void Scheduler::pre_backward(FsdpModule& unit) {
   ensure_backward_started(unit);
-  if (unit.in_backward_ && unit.gathered_) return;
+  if (unit.in_backward_ && current(unit)) return;
+  if (unit.nodes_generation_ == generation_) pass_units_made_after(unit.end_of_nodes_, unit);
   if (const int parent = parent_[unit.index()];
-      parent >= 0 && !units_[parent]->in_backward_ && !units_[parent]->reduced_in_backward_) {
+      parent >= 0 && !units_[parent]->in_backward_ && !units_[parent]->finished_) {
     pre_backward(*units_[parent]);  // outer before inner, whichever hook came first
   }
   need(unit, Phase::backward);
-  if (unit.in_backward_) return;
+  if (!unit.in_backward_) begin_backward_of(unit);
+}
+
+void Scheduler::begin_backward_of(FsdpModule& unit) {
+  // Units whose gradients are complete have hardly anything left to run. Should a node of theirs need weights all the
+  // same, it gathers them again.
+  for (FsdpModule* other : in_backward_) {
+    if (other->gathered_ && gradients_complete(*other) && !encloses(*other, unit)) reshard(*other);
+  }
   unit.in_backward_ = true;
+  unit.finished_ = false;
+  in_backward_.push_back(&unit);
+  line_up(unit);
+  if (const int depth = recompute_state().depth; depth > 0) began_nested_.emplace_back(&unit, depth);
+  if (at::GradMode::is_enabled()) backward_watch::enter(&unit);  // nodes of a second backward are the unit's as well
   unit.backward_span_ = issue_compute_span(unit.names_.backward_compute);
 }
 
-void Scheduler::window_completed(FsdpModule& unit) {
-  end_backward_span(unit);
-  if (unit.options().register_hooks) {
-    unit.in_backward_ = false;
-    unit.reduced_in_backward_ = true;
-    const bool keep = options_.keep_first && unit.index() == first_owner_ && !unit.last_microbatch_;
-    if (!keep) reshard(unit);
-    reduce(unit);
+// The hooks on outputs come first; this is for backwards that enter elsewhere, and to see that units have been passed.
+// Exceptions cannot leave from here.
+void Scheduler::before_node(FsdpModule& unit, std::uint64_t number) {
+  Scheduler& scheduler = unit.scheduler_;
+  if (!unit.options().register_hooks || unit.finished_) return;
+  try {
+    if (scheduler.backward_active_) scheduler.pass_units_made_after(number, unit);
+    if (!unit.in_backward_ || !scheduler.current(unit)) scheduler.pre_backward(unit);
+  } catch (const std::exception& error) {
+    if (!scheduler.backward_error_) scheduler.backward_error_ = std::current_exception();
+    for (auto& group : unit.groups_) group->explain_release(error.what());  // what the node then throws
+    scheduler.drop_own(unit);
   }
+}
+
+void Scheduler::pass_units_made_after(std::uint64_t number, const FsdpModule& next) {
+  for (std::size_t i = 0; i < in_backward_.size();) {
+    FsdpModule& unit = *in_backward_[i];
+    const bool passed = &unit != &next && unit.nodes_generation_ == generation_ && unit.first_node_ >= number;
+    if (!passed) {
+      ++i;
+      continue;
+    }
+    backward_passed(unit);
+  }
+}
+
+bool Scheduler::gradients_complete(const FsdpModule& unit) const {
+  return unit.trainable_count_ == 0 || unit.window_ == FsdpModule::Window::complete || unit.reduced_ ||
+         selective_backward_;
+}
+
+void Scheduler::backward_passed(FsdpModule& unit) {
+  if (!backward_active_ || !unit.in_backward_) return;
+  if (!gradients_complete(unit)) {
+    unit.open_window();
+    unit.complete_window();
+  }
+  finish_backward_of(unit);
+}
+
+// Nothing of the unit is still to run: its weights can go.
+void Scheduler::finish_backward_of(FsdpModule& unit) {
+  end_backward_span(unit);
+  std::erase(in_backward_, &unit);
+  unit.in_backward_ = false;
+  unit.finished_ = true;
+  if (!keep_for_next_microbatch(unit)) reshard(unit);
+}
+
+void Scheduler::nested_backward_ended(int depth) {
+  while (!began_nested_.empty() && began_nested_.back().second >= depth) {
+    FsdpModule& unit = *began_nested_.back().first;
+    began_nested_.pop_back();
+    backward_passed(unit);
+  }
+}
+
+bool Scheduler::keep_for_next_microbatch(const FsdpModule& unit) const {
+  return options_.keep_first && unit.index() == first_owner_ && !microbatch_.is_last;
+}
+
+// Weights stay: they may be needed for the gradients of inputs, frozen ones above all.
+void Scheduler::window_completed(FsdpModule& unit) {
+  if (unit.options().register_hooks)
+    issue_reductions_in_order(/*at_end=*/false);
+  else
+    end_backward_span(unit);
   for (auto& hook : unit.post_backward_hooks_) hook(unit);
 }
 
@@ -62,7 +154,7 @@ void Scheduler::close_open_windows() {
   for (int index : backward_order_) {
     FsdpModule& unit = *units_[index];
     if (!unit.options().register_hooks || unit.trainable_count_ == 0) continue;
-    const bool untouched = unit.window_ == FsdpModule::Window::closed && !unit.reduced_in_backward_;
+    const bool untouched = !selective_backward_ && unit.window_ == FsdpModule::Window::closed && !unit.reduced_;
     const bool owed = std::any_of(unit.groups_.begin(), unit.groups_.end(),
                                   [](const auto& group) { return group->has_accumulated(); });
     // Its backward ran and no gradient came, or earlier microbatches left gradients that only the last one reduces.
@@ -72,21 +164,37 @@ void Scheduler::close_open_windows() {
 }
 
 void Scheduler::end_of_backward() {
+  const auto error = std::exchange(backward_error_, nullptr);
+  if (error) std::rethrow_exception(error);  // the backward stays unfinished, as after any exception
+  if (options_.skipped_units == SkippedUnits::participate && !selective_backward_) catch_up(Phase::backward, -1);
   close_open_windows();
+  issue_reductions_in_order(/*at_end=*/true);
   drain_reductions(0);
   drain_releases(0);
+  bool reduced = false;
   for (auto& unit : units_) {
     end_backward_span(*unit);
-    unit->in_backward_ = false;
-    unit->reduced_in_backward_ = false;
-    const bool keep = options_.keep_first && unit->index() == first_owner_ && !microbatch_.is_last;
-    if (unit->options().register_hooks && !keep) release(*unit);
+    reduced |= unit->reduced_;
+    unit->in_backward_ = unit->finished_ = unit->reduced_ = false;
+    if (unit->options().register_hooks && !keep_for_next_microbatch(*unit)) release(*unit);
   }
+  in_backward_.clear();
+  recomputed_.clear();
+  began_nested_.clear();
   recorded_.end();
   join();
   backward_active_ = false;
+  if (at::GradMode::is_enabled()) backward_watch::enter(watched_before_backward_);
+  // Gradients for chosen inputs are no microbatch: its backward is still to come.
+  if (selective_backward_ && !reduced) return;
+  end_of_microbatch();
+}
+
+void Scheduler::end_of_microbatch() {
+  ++generation_;
   awaiting_backward_ = false;
   weights_may_change_ = microbatch_.is_last;
+  ++microbatches_;
   if (microbatch_.is_last) end_of_step();
 }
 
@@ -102,6 +210,41 @@ void Scheduler::join() {
 void Scheduler::end_of_step() {
   for (auto& unit : units_) {
     for (auto& group : unit->groups()) group->drop_unused_gradients();
+    if (unit->options().register_hooks) rest(*unit);
+  }
+  ++step_;
+  microbatches_ = 0;
+  warn_if_nobody_steps();
+}
+
+// An optimizer over the module's own parameters trains nothing: gradients pile up in leaves that never change.
+void Scheduler::warn_if_nobody_steps() {
+  constexpr std::int64_t kSuspicious = 3;
+  if (!gradients_at_epoch_start_ || idle_steps_ < 0) {
+    if (idle_steps_ > 0) idle_steps_ = 0;
+    return;
+  }
+  if (++idle_steps_ != 1 && idle_steps_ != kSuspicious) return;
+  std::vector<double> samples;
+  for (const auto& unit : units_) {
+    for (const auto& group : unit->groups()) {
+      for (const auto& p : group->parameters()) {
+        if (p.leaf.numel() > 0 && group->trainable() && !p.leaf.is_meta())
+          samples.push_back(p.leaf.detach().flatten()[0].item<double>());
+      }
+    }
+  }
+  if (idle_steps_ == 1) {
+    samples_ = std::move(samples);
+    return;
+  }
+  idle_steps_ = samples == samples_ && !samples.empty() ? -1 : 0;  // -1: said once
+  if (idle_steps_ < 0) {
+    log::write(log::Level::warning,
+               fmt::format("fsdp: rank {}: the gradients of {} steps were reduced, but no weight has changed and no "
+                           "gradient was zeroed. An optimizer must be made over context->parameters(), not over "
+                           "model->parameters(), which hold no data while sharded",
+                           mesh_.world().rank().value(), kSuspicious));
   }
 }
 
@@ -118,9 +261,16 @@ void Scheduler::finish_grad_sync() {
   }
   drain_reductions(0);
   drain_releases(0);
+  for (const auto& unit : units_) {
+    const bool left = !unit->options().register_hooks && unit->releasable_ && unit->gathered_ && unit->pins_ == 0 &&
+                      unit->borrowers_ == 0 && unit->options().reshard != Reshard::never;
+    FSDP_CHECK(!left || !microbatch_.is_last, UsageError,
+               "finish_grad_sync: unit \"{}\" is still gathered at the end of the step: call reshard() after its last "
+               "use, or set its reshard policy to never",
+               unit->name());
+  }
   join();
-  weights_may_change_ = microbatch_.is_last;
-  if (microbatch_.is_last) end_of_step();
+  end_of_microbatch();
 }
 
 void Scheduler::check_gradients_reduced(const char* action) const {
@@ -147,7 +297,7 @@ void Scheduler::take_slot(FsdpModule& unit) {
   // Two slots take turns. A unit with nested units collects gradients while those reduce, so it gets one of its own.
   const auto usable = [&](std::size_t i) { return !slots_[i].in_use; };
   std::size_t chosen = slots_.size();
-  if (tree_.children[unit.index()].empty()) {
+  if (tree_.children[unit.index()].empty() && !unit.lends_) {
     while (!usable(0) && !usable(1) && !reductions_.empty()) drain_reductions(reductions_.size() - 1);
     if (usable(next_slot_))
       chosen = next_slot_;
@@ -185,6 +335,65 @@ void Scheduler::reduce(FsdpModule& unit) {
   } else {
     launch_reduction(unit);
   }
+}
+
+void Scheduler::drain_delayed_reductions() {
+  if (options_.reduction.delay > 0) drain_reductions(static_cast<std::size_t>(options_.reduction.delay - 1));
+}
+
+void Scheduler::line_up(FsdpModule& unit) {
+  if (unit.lined_up_ || !unit.options().register_hooks || unit.trainable_count_ == 0) return;
+  unit.lined_up_ = true;
+  line_.push_back(&unit);
+}
+
+bool Scheduler::encloses(const FsdpModule& outer, const FsdpModule& inner) const {
+  for (int index = parent_[inner.index()]; index >= 0; index = parent_[index]) {
+    if (index == outer.index()) return true;
+  }
+  return false;
+}
+
+bool Scheduler::nested_units_reduced(const FsdpModule& unit) const {
+  return std::all_of(tree_.children[unit.index()].begin(), tree_.children[unit.index()].end(), [&](int child) {
+    const FsdpModule& nested = *units_[child];
+    return nested.trainable_count_ > 0 ? nested.reduced_ : nested_units_reduced(nested);
+  });
+}
+
+// A unit's gradients may be complete early on one rank and late on another, where a parameter was not used. So that all
+// ranks issue their reductions in one order, units are reduced in the order in which their backwards began, a unit
+// after those nested in it, and one that lends weights at the end of backward. Where nothing is unused, none waits.
+void Scheduler::issue_reductions_in_order(bool at_end) {
+  for (bool changed = true; changed && !line_.empty();) {
+    changed = false;
+    std::size_t kept = 0;
+    for (std::size_t i = 0; i < line_.size(); ++i) {
+      FsdpModule& unit = *line_[i];
+      bool ready = unit.window_ == FsdpModule::Window::complete && !unit.lends_;
+      if (ready && !at_end) ready = nested_units_reduced(unit);
+      for (std::size_t k = i + 1; k < line_.size() && ready && at_end; ++k) ready = !encloses(unit, *line_[k]);
+      for (std::size_t k = 0; k < kept && ready; ++k) ready = line_[k]->lends_ || encloses(*line_[k], unit);
+      if (!ready) {
+        line_[kept++] = &unit;
+        continue;
+      }
+      changed = true;
+      unit.lined_up_ = false;
+      unit.reduced_ = true;
+      reduce(unit);
+    }
+    line_.resize(kept);
+  }
+  if (!at_end) return;
+  std::sort(line_.begin(), line_.end(), [](auto* a, auto* b) { return a->index() < b->index(); });
+  for (FsdpModule* unit : line_) {
+    unit->lined_up_ = false;
+    if (unit->window_ != FsdpModule::Window::complete) continue;  // of a backward for chosen inputs
+    unit->reduced_ = true;
+    reduce(*unit);
+  }
+  line_.clear();
 }
 
 void Scheduler::drain_reductions(std::size_t target) {

@@ -16,23 +16,6 @@ std::uint64_t hash_name(const std::string& name, std::uint64_t seed) {
   return hash;
 }
 
-struct Found {
-  FsdpParameterGroup* group;
-  int index;
-};
-
-Found find_parameter(const std::vector<std::shared_ptr<FsdpModule>>& units, const std::string& name) {
-  for (const auto& unit : units) {
-    for (const auto& group : unit->groups()) {
-      for (std::size_t i = 0; i < group->parameters().size(); ++i) {
-        if (group->parameters()[i].name == name) return {group.get(), static_cast<int>(i)};
-      }
-    }
-  }
-  detail::fail<UsageError>(
-      "the context has no parameter \"{}\" (names are module paths from the root, such as \"layers.0.weight\")", name);
-}
-
 }  // namespace
 
 FsdpContext::FsdpContext(std::unique_ptr<Scheduler> scheduler) : scheduler_(std::move(scheduler)) {}
@@ -57,12 +40,12 @@ void FsdpContext::finalize() { scheduler_->finalize(); }
 
 void FsdpContext::materialize(const InitFunction& init, const MaterializeOptions& options) {
   finalize();
-  for (auto* group : groups()) {
-    group->materialize([&](const std::string& name, at::Tensor& whole) {
-      at::Generator generator = at::detail::createCPUGenerator(hash_name(name, options.seed));
-      init(name, whole, generator);
-    });
-  }
+  const auto fill = [&](const std::string& name, at::Tensor& whole) {
+    at::Generator generator = at::detail::createCPUGenerator(hash_name(name, options.seed));
+    init(name, whole, generator);
+  };
+  for (auto* group : groups()) group->materialize(fill);
+  scheduler_->materialize_buffers(fill);
 }
 
 std::vector<at::Tensor> FsdpContext::parameters() const {
@@ -82,13 +65,13 @@ std::vector<std::pair<std::string, at::Tensor>> FsdpContext::named_parameters() 
 
 at::Tensor FsdpContext::full_parameter(const std::string& name) {
   scheduler_->finalize();
-  const auto [group, index] = find_parameter(units(), name);
+  const auto [group, index] = scheduler_->find_parameter(name);
   return group->full_tensor(index, /*gradient=*/false, scheduler_->gather_stream());
 }
 
 at::Tensor FsdpContext::full_gradient(const std::string& name) {
   scheduler_->finalize();
-  const auto [group, index] = find_parameter(units(), name);
+  const auto [group, index] = scheduler_->find_parameter(name);
   return group->full_tensor(index, /*gradient=*/true, scheduler_->gather_stream());
 }
 
@@ -103,6 +86,7 @@ FsdpContext::MicrobatchScope FsdpContext::microbatch(const MicrobatchOptions& op
 
 void FsdpContext::finish_grad_sync() { scheduler_->finish_grad_sync(); }
 void FsdpContext::weights_changed() { scheduler_->weights_changed(); }
+void FsdpContext::optimizer_stepped() { scheduler_->optimizer_stepped(); }
 void FsdpContext::check_gradients_reduced(const char* action) const { scheduler_->check_gradients_reduced(action); }
 void FsdpContext::drop_accumulated_gradients() { scheduler_->drop_accumulated(); }
 void FsdpContext::reset() { scheduler_->reset(); }

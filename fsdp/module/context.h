@@ -54,15 +54,17 @@ class FsdpContext : public std::enable_shared_from_this<FsdpContext> {
   FsdpContext& operator=(const FsdpContext&) = delete;
 
   // Makes one unit of a module, or of several that are used one after the other: its parameters that no nested unit
-  // owns are sharded, gathered and reduced together. Values of all ranks become rank 0's. Modules need hooks
-  // (FSDP_MODULE, Hooked) unless `options.register_hooks` is false. Throws UsageError before anything is changed.
+  // owns are sharded, gathered and reduced together. Values of parameters and buffers become rank 0's. A weight that an
+  // earlier unit owns (tied) stays there; that unit is gathered whenever this one is. Modules need hooks (FSDP_MODULE,
+  // Hooked) unless `options.register_hooks` is false. Throws UsageError before anything is changed.
   FsdpModule& fully_shard(const ModuleRef& module, const UnitOptions& options = {});
   FsdpModule& fully_shard(const std::vector<ModuleRef>& modules, const UnitOptions& options = {});
 
   // Ends construction: names, roots, orders; logs one summary line. The first forward does it otherwise.
   void finalize();
 
-  // Gives parameters built on the meta device their values, one whole unit in memory at a time. Finalizes.
+  // Gives parameters and buffers built on the meta device their values, one whole unit in memory at a time; buffers
+  // then take rank 0's. Finalizes.
   void materialize(const InitFunction& init, const MaterializeOptions& options = {});
 
   // The sharded leaves: one per parameter, in order of registration; 1-D, this rank's elements only (maybe none), in
@@ -70,8 +72,8 @@ class FsdpContext : public std::enable_shared_from_this<FsdpContext> {
   [[nodiscard]] std::vector<at::Tensor> parameters() const;
   [[nodiscard]] std::vector<std::pair<std::string, at::Tensor>> named_parameters() const;
 
-  // The whole value (or gradient, zeros where undefined) of one parameter, gathered from all ranks in the main dtype.
-  // All ranks call it. Blocks the host.
+  // The whole value (or gradient, zeros where undefined) of one parameter, gathered from all ranks in the dtype of the
+  // leaf (or its gradient). A tied weight is found under each of its names. All ranks call it. Blocks the host.
   [[nodiscard]] at::Tensor full_parameter(const std::string& name);
   [[nodiscard]] at::Tensor full_gradient(const std::string& name);
 
@@ -98,6 +100,7 @@ class FsdpContext : public std::enable_shared_from_this<FsdpContext> {
   // while no backward was between: the next forward then gathers anew. Optimizer steps and in-place writes need no
   // call.
   void weights_changed();
+  void optimizer_stepped();  // the same, by an optimizer on every rank
 
   // After an exception, with all ranks alive: back to a clean sharded state; gradients of the step are dropped. All
   // ranks call it. Blocks the host.

@@ -6,9 +6,11 @@
 
 #include <memory>
 
+#include "fsdp/module/backward_watch.h"
 #include "fsdp/module/call.h"
 #include "fsdp/module/fsdp_module.h"
 #include "fsdp/module/hook_target.h"
+#include "fsdp/module/recompute_state.h"
 #include "fsdp/module/scheduler.h"
 
 namespace fsdp {
@@ -36,7 +38,11 @@ FsdpModule* find_unit(const torch::nn::Module& module) {
   return target == nullptr ? nullptr : target->unit();
 }
 
-ForwardScope::ForwardScope(FsdpModule& unit) : unit_(unit) { unit_.scheduler_.pre_forward(unit_); }
+ForwardScope::ForwardScope(FsdpModule& unit) : unit_(unit) {
+  unit_.scheduler_.pre_forward(unit_);
+  enclosing_ = backward_watch::enter(&unit_);
+  first_node_ = backward_watch::next_number();
+}
 
 void ForwardScope::start() {
   unit_.scheduler_.start_forward(unit_);
@@ -44,17 +50,32 @@ void ForwardScope::start() {
 }
 
 ForwardScope::~ForwardScope() {
-  if (!finished_) unit_.scheduler_.abandon_forward(unit_);
+  if (finished_) return;
+  backward_watch::enter(enclosing_);
+  unit_.scheduler_.abandon_forward(unit_);
 }
 
-void ForwardScope::cast_input(at::Tensor& input) {
+void ForwardScope::take_input(at::Tensor& input) {
+  if (!input.defined() || !input.is_floating_point()) return;
   const auto& policy = unit_.options().mixed_precision;
-  if (!policy.param_dtype || !policy.cast_forward_inputs || !input.defined() || !input.is_floating_point()) return;
-  if (input.scalar_type() != *policy.param_dtype) input = input.to(*policy.param_dtype);
+  if (policy.param_dtype && policy.cast_forward_inputs && input.scalar_type() != *policy.param_dtype)
+    input = input.to(*policy.param_dtype);
 }
+
+void ForwardScope::give_output(at::Tensor& output) {
+  const auto& policy = unit_.options().mixed_precision;
+  if (policy.output_dtype && output.defined() && output.is_floating_point() &&
+      output.scalar_type() != *policy.output_dtype)
+    output = output.to(*policy.output_dtype);
+  watch_output(output);
+}
+
+void ForwardScope::give_output(const at::Tensor& output) { watch_output(output); }
 
 void ForwardScope::watch_output(const at::Tensor& output) {
-  if (!output.defined() || !output.requires_grad() || !at::GradMode::is_enabled()) return;
+  if (!output.defined()) return;
+  backward_expected_ |= recompute_state().tracks_later && output.is_floating_point();
+  if (!output.requires_grad() || !at::GradMode::is_enabled()) return;
   const auto& node = output.grad_fn();
   if (node == nullptr) return;  // a leaf handed through: nothing of this unit is behind it
   node->add_tensor_pre_hook(std::make_unique<PreBackwardHook>(unit_.weak_from_this(), unit_.scheduler_));
@@ -63,8 +84,9 @@ void ForwardScope::watch_output(const at::Tensor& output) {
 
 void ForwardScope::finish() {
   finished_ = true;
+  backward_watch::enter(enclosing_);
   if (span_ != nullptr) span_->end = unit_.scheduler_.compute_stream().now();
-  unit_.scheduler_.post_forward(unit_, backward_expected_);
+  unit_.scheduler_.post_forward(unit_, backward_expected_, first_node_);
 }
 
 }  // namespace fsdp

@@ -2,6 +2,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/intern.h"
+#include "fsdp/module/backward_watch.h"
 #include "fsdp/module/hook_target.h"
 #include "fsdp/module/scheduler.h"
 
@@ -16,6 +17,7 @@ FsdpModule::FsdpModule(Scheduler& scheduler, int index, std::vector<std::shared_
 }
 
 FsdpModule::~FsdpModule() {
+  backward_watch::forget(*this);
   for (auto& module : modules_) {
     if (auto* target = dynamic_cast<HookTarget*>(module.get()); target != nullptr && target->unit() == this)
       target->set_unit(nullptr);
@@ -51,17 +53,19 @@ void FsdpModule::pin() {
 }
 
 void FsdpModule::unpin() {
-  if (--pins_ == 0 && !scheduler_.in_use(*this)) reshard();
+  if (--pins_ == 0 && !scheduler_.in_use(*this)) scheduler_.end_scope(*this);
 }
 
 void FsdpModule::open_window() {
   if (window_ == Window::open) return;
+  if (window_ == Window::complete && options_.register_hooks) return;  // a late gradient joins those that are held
   if (window_ == Window::queued) scheduler_.launch_queued(*this);
   FSDP_CHECK(window_ == Window::closed, UsageError,
              "a gradient of unit \"{}\" arrived, but its previous gradients were not reduced: call reduce_gradients() "
              "in its post-backward hook",
              name());
   scheduler_.ensure_backward_started(*this);
+  scheduler_.line_up(*this);
   window_ = Window::open;
   pending_ = trainable_count_;
   last_microbatch_ = scheduler_.microbatch().is_last;
@@ -77,9 +81,16 @@ void FsdpModule::open_window() {
   }
 }
 
-void FsdpModule::gradient_arrived() {
-  FSDP_INVARIANT(window_ == Window::open && pending_ > 0);
-  if (--pending_ == 0) complete_window();
+void FsdpModule::gradient_arrived(bool expected) {
+  if (window_ == Window::complete) {
+    for (auto& group : groups_) {
+      if (group->trainable()) group->close_window();
+    }
+    scheduler_.compute_stream().record(packed_event_);
+    return;
+  }
+  FSDP_INVARIANT(window_ == Window::open);
+  if (expected && pending_ > 0 && --pending_ == 0) complete_window();
 }
 
 void FsdpModule::complete_window() {

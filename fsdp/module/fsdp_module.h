@@ -38,7 +38,8 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
   [[nodiscard]] int index() const { return index_; }
   [[nodiscard]] const UnitOptions& options() const { return options_; }
   [[nodiscard]] const std::vector<std::unique_ptr<FsdpParameterGroup>>& groups() const { return groups_; }
-  [[nodiscard]] bool gathered() const { return gathered_; }               // or on its way
+  [[nodiscard]] const std::vector<FsdpModule*>& lenders() const { return lenders_; }  // of tied weights
+  [[nodiscard]] bool gathered() const { return gathered_; }                           // or on its way
   [[nodiscard]] Bytes gathered_bytes() const { return gathered_bytes_; }  // while gathered, beyond what rests
 
   // Gathers the weights unless they are gathered or on their way; in every case the current stream waits for this
@@ -53,7 +54,8 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
   void reduce_gradients();
 
   // `hook` runs once per backward window, when every trainable parameter of the unit holds its local gradient; hooks
-  // run in order of registration, after the unit's own reshard and reduction in automatic mode.
+  // run in order of registration, in automatic mode after the unit's reshard and after its reduction was issued or
+  // queued behind those of units before it.
   void register_post_backward_hook(PostBackwardHook hook) { post_backward_hooks_.push_back(std::move(hook)); }
 
   // For Prefetch::lists: what to gather while this unit computes.
@@ -62,8 +64,8 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
 
   // --- Called by hooks and gradient accumulators, not by users. ---
 
-  // A gradient of a trainable parameter arrived (or will never come in this window): countdown.
-  void gradient_arrived();
+  // A gradient of a trainable parameter arrived: countdown, unless it is one beyond those expected.
+  void gradient_arrived(bool expected);
   // Opens the window at its first gradient: takes a reduce slot, decides where gradients go.
   void open_window();
   [[nodiscard]] Bytes inline_limit() const;
@@ -93,9 +95,8 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
   std::vector<std::unique_ptr<FsdpParameterGroup>> groups_;
   std::vector<PostBackwardHook> post_backward_hooks_;
   Bytes gathered_bytes_;
-  int trainable_count_ = 0;
-  bool is_root_ = true;
   bool releasable_ = false;  // some group's weights really go away on reshard
+  bool gets_stale_ = false;  // some group's weights rest whole, but are not current after an optimizer step
 
   // Weights.
   bool gathered_ = false;  // or on their way: `gathered_event_` says when
@@ -106,16 +107,37 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
   bool release_queued_ = false;  // a delayed release; `read_event_` is where its readers ended
   Event read_event_;
   int forwards_left_ = 0;  // modules of the unit whose forward is still to come
+  struct Buffer {
+    std::string name;      // path from the unit's module until names are set, then from the root
+    int module_index = 0;  // which of the unit's modules
+    at::Tensor tensor;     // the module's own
+  };
+  std::vector<Buffer> buffers_;
+  bool buffers_on_meta_ = false;
+  // Tied weights: units that own weights which this one uses too. They are gathered with it and stay while it is.
+  std::vector<FsdpModule*> lenders_;
+  bool lends_ = false;      // other units use weights of this one
+  bool borrowing_ = false;  // this unit's claim on its lenders
+  int borrowers_ = 0;       // units with such a claim on this one
+  bool held_ = false;       // gathered for its own sake
 
-  // Gradients of the current backward window.
-  enum class Window : std::uint8_t { closed, open, complete, queued };  // queued: a delayed reduction
+  // Gradients of the current backward window. complete: packed, its reduction not issued yet; queued: a delayed
+  // reduction.
+  enum class Window : std::uint8_t { closed, open, complete, queued };
   Window window_ = Window::closed;
-  int pending_ = 0;  // trainable parameters whose gradient has not arrived
+  int pending_ = 0;          // gradients of trainable parameters that have not arrived
+  int trainable_count_ = 0;  // of them in a backward that uses all
+  // Numbers of the nodes that its tracked forwards made since the last backward ended (backward_watch.h).
+  std::uint64_t first_node_ = 0, end_of_nodes_ = 0;
+  std::int64_t nodes_generation_ = -1;  // the scheduler's, when they were noted
   bool last_microbatch_ = true;
   int slot_ = -1;
-  Event packed_event_;                // where packing of the gradients ends on the compute stream
-  bool in_backward_ = false;          // its backward began
-  bool reduced_in_backward_ = false;  // and ended, in this graph
+  Event packed_event_;            // where packing of the gradients ends on the compute stream
+  bool in_backward_ = false;      // its backward began
+  bool finished_ = false;         // and ended, in this graph: nothing of it is still to run
+  bool reduced_ = false;          // and its reduction was issued
+  bool lined_up_ = false;         // in the scheduler's line of reductions
+  bool ran_[2] = {false, false};  // [phase] in this pass, under SkippedUnits::participate
   trace::Span* backward_span_ = nullptr;
 };
 

@@ -18,10 +18,15 @@ GradAccumulator::GradAccumulator(FsdpParameterGroup& group, int index, at::Tenso
 torch::autograd::variable_list GradAccumulator::apply(torch::autograd::variable_list&& gradients) {
   FSDP_CHECK(group_ != nullptr, UsageError,
              "backward reached a parameter whose FsdpContext was destroyed: keep the context until its last backward");
+  FSDP_CHECK(
+      group_->trainable(), UsageError,
+      "parameter \"{}\" of unit \"{}\" received a gradient, but it was frozen when the last forward began: change "
+      "requires_grad before a forward",
+      group_->parameters()[index_].name, group_->unit().name());
   group_->unit().open_window();
-  group_->receive(index_, gradients[0]);
+  const bool expected = group_->receive(index_, gradients[0]);
   gradients[0].reset();  // its memory is free before the next node runs
-  group_->unit().gradient_arrived();
+  group_->unit().gradient_arrived(expected);
   return {};
 }
 

@@ -39,7 +39,7 @@ void FsdpParameterGroup::attach_slot(BufferPool& slots) {
 void FsdpParameterGroup::ensure_accumulated(BufferPool& accumulations) {
   if (!accumulated_ || accumulated_->placements() != accumulated_placements_) {
     FSDP_INVARIANT(!has_accumulated_);
-    accumulated_ = std::make_unique<DBuffer>(mesh_, layout_, accumulated_placements_, dtypes_.main, kNoGradients);
+    accumulated_ = std::make_unique<DBuffer>(mesh_, layout_, accumulated_placements_, dtypes_.gradient, kNoGradients);
     accumulated_views_.clear();
     for (std::size_t i = 0; accumulated_placements_ == partial_ && i < parameters_.size(); ++i) {
       accumulated_views_.push_back(
@@ -64,14 +64,14 @@ void FsdpParameterGroup::clear_padding(const DBuffer& buffer) const {
   }
 }
 
-void FsdpParameterGroup::receive(int index, const at::Tensor& gradient) {
-  FSDP_CHECK(!arrived_[index], UsageError,
+bool FsdpParameterGroup::receive(int index, const at::Tensor& gradient) {
+  const bool expected = arrived_[index] <= parameters_[index].aliases.size();
+  FSDP_CHECK(expected || unit_.options().register_hooks, UsageError,
              "the gradient of parameter \"{}\" arrived twice before unit \"{}\" was complete: a parameter must be used "
-             "in one graph per backward window "
-             "(tied weights in a caller-driven schedule must be untied)",
+             "in one graph per backward window (tied weights in a caller-driven schedule must be untied)",
              parameters_[index].name, unit_.name());
-  arrived_[index] = 1;
-  if (!gradient.defined()) return;
+  if (expected) ++arrived_[index];
+  if (!gradient.defined()) return expected;
   FSDP_CHECK(gradient.layout() == c10::kStrided, UsageError,
              "the gradient of parameter \"{}\" is sparse; only dense gradients can be sharded",
              parameters_[index].name);
@@ -92,13 +92,14 @@ void FsdpParameterGroup::receive(int index, const at::Tensor& gradient) {
                          {},
                          0});
     }
-    return;
+    return expected;
   }
   at::NoGradGuard no_grad;
   if (overwrite)
     destination.copy_(gradient);
   else
     destination.add_(gradient);
+  return expected;
 }
 
 at::Tensor FsdpParameterGroup::claim_gradient(int index) {
@@ -159,7 +160,7 @@ void FsdpParameterGroup::reduce(const Stream& stream, BufferPool& slots, BufferP
   if (direct_ && !is_last_) return;  // all there is to do was adding
   ElementRange range;
   if (direct_) {
-    if (dtypes_.main == dtypes_.reduce) {
+    if (dtypes_.gradient == dtypes_.reduce) {
       slot_.storage().attach(accumulated_->storage().detach());
       slots.adopt_from(accumulations, slot_.size());
       has_accumulated_ = false;
@@ -204,7 +205,7 @@ bool FsdpParameterGroup::gradient_views_unshared() const {
 void FsdpParameterGroup::ensure_main_gradient(bool fresh) {
   auto& [buffer, views] = main_gradient_;
   if (!buffer || (fresh && !gradient_views_unshared())) {  // first use, or somebody kept an old gradient
-    buffer = std::make_unique<DBuffer>(mesh_, layout_, strategy().optimizer, dtypes_.main,
+    buffer = std::make_unique<DBuffer>(mesh_, layout_, strategy_.optimizer, dtypes_.gradient,
                                        "this gradient was freed by zero_grad");
     views.clear();
     for (std::size_t i = 0; i < parameters_.size(); ++i)

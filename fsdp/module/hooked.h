@@ -7,6 +7,8 @@
 // shadows BlockImpl's, also through ->, () and AnyModule. A pointer to the base type (as<BlockImpl>()) bypasses the
 // hooks; it then reads released weights and the error says so. `Hooked<Impl>` wraps types one cannot edit; `fsdp::call`
 // (module/call.h) runs any other method with full hooks. Until the module becomes a unit the wrapper only forwards.
+// Default arguments of forward hold for calls through the holder, block(x), and for block->call(x); block->forward(...)
+// takes all of them.
 #pragma once
 
 #include <torch/nn/pimpl.h>
@@ -36,6 +38,18 @@ class HookedForward;
           *unit(), [this](auto&&... cast) -> Result { return Impl::forward(std::forward<decltype(cast)>(cast)...); }, \
           std::forward<Args>(args)...);                                                                               \
     }                                                                                                                 \
+    template <typename... Given>                                                                                      \
+    requires(sizeof...(Given) <= sizeof...(Args)) Result call(Given&&... given) {                                     \
+      if constexpr (sizeof...(Given) == sizeof...(Args)) {                                                            \
+        return forward(std::forward<Given>(given)...);                                                                \
+      } else {                                                                                                        \
+        if (unit() == nullptr) return Impl::forward(std::forward<Given>(given)...);                                   \
+        return run_with_hooks(                                                                                        \
+            *unit(),                                                                                                  \
+            [this](auto&&... cast) -> Result { return Impl::forward(std::forward<decltype(cast)>(cast)...); },        \
+            std::forward<Given>(given)...);                                                                           \
+      }                                                                                                               \
+    }                                                                                                                 \
   };
 FSDP_HOOKED_FORWARD()
 FSDP_HOOKED_FORWARD(const)
@@ -57,6 +71,10 @@ class Hooked : public detail::HookedForward<Impl, decltype(&Impl::forward)> {
    public:                                                                 \
     using torch::nn::ModuleHolder<::fsdp::Hooked<ImplType>>::ModuleHolder; \
     using Impl [[maybe_unused]] = ::fsdp::Hooked<ImplType>;                \
+    template <typename... Args>                                            \
+    decltype(auto) operator()(Args&&... args) {                            \
+      return this->impl_->call(std::forward<Args>(args)...);               \
+    }                                                                      \
   }
 
 #define FSDP_MODULE(Name) FSDP_MODULE_IMPL(Name, Name##Impl)

@@ -1,9 +1,11 @@
 // What a user chooses for a unit and for a context.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -19,8 +21,14 @@ namespace fsdp {
 struct MixedPrecisionPolicy {
   std::optional<c10::ScalarType> param_dtype = {};       // gathered weights and compute; default: as built
   std::optional<c10::ScalarType> reduce_dtype = {};      // gradients on the wire; default: param_dtype
-  std::optional<c10::ScalarType> main_param_dtype = {};  // sharded leaves and their gradients; default: as built
-  bool cast_forward_inputs = true;                       // floating-point tensor arguments of forward, to param_dtype
+  std::optional<c10::ScalarType> main_param_dtype = {};  // sharded leaves; default: as built
+  std::optional<c10::ScalarType> main_grad_dtype = {};   // accumulated gradients, the leaves' .grad; default: as leaves
+  std::optional<c10::ScalarType> output_dtype = {};      // floating-point results of forward; default: as computed
+  std::optional<c10::ScalarType> buffer_dtype = {};      // floating-point buffers; default: as built
+  bool cast_forward_inputs = true;  // floating-point tensors in forward's arguments, to param_dtype
+  // Parameters for which this is true keep the dtype they were built with, in compute and on the wire (a router or norm
+  // in fp32, say). `name` is the path from the unit's module.
+  std::function<bool(const std::string& name, const at::Tensor& parameter)> keep_dtype = {};
 };
 
 // What happens to a unit's gathered weights after its forward, when a backward will follow. Without one they are always
@@ -39,6 +47,9 @@ struct UnitOptions {
   // of the strategy's axes). 1 switches averaging off.
   std::optional<double> gradient_divisor = {};
   Reshard reshard = Reshard::automatic;
+  // Parameters of at most so many elements stay whole on every rank; their gradients are summed by an all-reduce. Saves
+  // nothing but launches: for units of tiny parameters only.
+  std::int64_t replicate_up_to = 0;
   // false: caller-driven. No forward or backward hooks; the caller unshards, reshards and reduces (FsdpModule).
   bool register_hooks = true;
 };
@@ -74,6 +85,8 @@ enum class ReducePolicy : std::uint8_t {
   last_microbatch,   // accumulate whole gradients, reduce once; what a DDP user expects of no_sync
 };
 
+enum class SkippedUnits : std::uint8_t { error, participate };
+
 struct ContextOptions {
   Prefetch prefetch = Prefetch::depth(1);
   Reduction reduction = Reduction::immediate();
@@ -82,7 +95,15 @@ struct ContextOptions {
   bool keep_first = false;  // the first unit of forward stays gathered between microbatches of a step
   bool unify_communication_stream = false;  // gathers and reductions share one stream
   std::optional<Bytes> keep_budget = {};    // for Reshard::by_budget
-  bool sync_module_states = true;           // weights built with values take rank 0's
+  bool sync_module_states = true;           // weights and buffers built with values take rank 0's
+  // What happens to units that this rank does not run while others may (one expert a unit, say). `error`: ranks that
+  // run different units fail with both names. `participate`: gathers and reductions follow the static orders whatever
+  // this rank runs, so skipped units take part with zeros, at the price of their gathers.
+  SkippedUnits skipped_units = SkippedUnits::error;
+  // Compares the parameters of every unit with what was sharded before each forward of a root, and names what was
+  // replaced. Costs host time per parameter. (That ranks run the same operations, in the same microbatch, is always
+  // checked on CPUs.)
+  bool check = false;
   // CPU ranks run collectives up to this payload on the calling thread: a hand-off to a worker costs 10-80 us.
   Bytes inline_limit{64 * 1024};
   std::shared_ptr<trace::Recorder> recorder = nullptr;  // records spans while set

@@ -47,27 +47,24 @@ constexpr const char* kNoGradients = "the gradient buffer is not in use";
 
 }  // namespace
 
-FsdpParameterGroup::FsdpParameterGroup(FsdpModule& unit, std::shared_ptr<const SubMesh> mesh,
-                                       std::vector<ParameterInfo> parameters, const Dtypes& dtypes, bool trainable,
-                                       bool synchronize)
+FsdpParameterGroup::FsdpParameterGroup(FsdpModule& unit, std::shared_ptr<const SubMesh> mesh, Strategy strategy,
+                                       std::vector<ParameterInfo> parameters, const Dtypes& dtypes, bool synchronize)
     : unit_(unit),
       mesh_(std::move(mesh)),
+      strategy_(std::move(strategy)),
       parameters_(std::move(parameters)),
       dtypes_(dtypes),
-      trainable_(trainable),
-      replicated_(strategy().axes.size(), Placement::replicate),
-      partial_(where_ranks_differ(PlacementList(strategy().axes.size(), Placement::partial), *mesh_)),
-      gradient_placements_(where_ranks_differ(strategy().gradient, *mesh_)),
-      reduced_placements_(where_ranks_differ(strategy().optimizer, *mesh_)),
-      layout_(make_layout(parameters_, *mesh_, strategy())),
-      model_weight_(mesh_, layout_, strategy().parameter, dtypes.compute, "the model weight has no memory"),
-      main_weight_(make_main_weight(model_weight_, mesh_, layout_, strategy(), dtypes.main)),
-      whole_(strategy().parameter == replicated_
-                 ? model_weight_
-                 : DBuffer(mesh_, layout_, replicated_, dtypes.compute, "the weights are sharded")),
+      replicated_(strategy_.axes.size(), Placement::replicate),
+      partial_(where_ranks_differ(PlacementList(strategy_.axes.size(), Placement::partial), *mesh_)),
+      gradient_placements_(where_ranks_differ(strategy_.gradient, *mesh_)),
+      reduced_placements_(where_ranks_differ(strategy_.optimizer, *mesh_)),
+      layout_(make_layout(parameters_, *mesh_, strategy_)),
+      model_weight_(mesh_, layout_, strategy_.parameter, dtypes.compute, "the model weight has no memory"),
+      main_weight_(make_main_weight(model_weight_, mesh_, layout_, strategy_, dtypes.main)),
+      whole_(mesh_, layout_, replicated_, dtypes.compute, "the weights are not gathered"),
       slot_(mesh_, layout_, partial_, dtypes.reduce, kNoGradients) {
-  releasable_ = strategy().parameter != replicated_;
-  refresh_needed_ = dtypes.compute != dtypes.main || strategy().parameter != strategy().optimizer;
+  releasable_ = strategy_.parameter != replicated_;
+  refresh_needed_ = dtypes.compute != dtypes.main || strategy_.parameter != strategy_.optimizer;
   divisor_ = unit.options().gradient_divisor.value_or(mesh_->rank_count());
   on_meta_ = std::any_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return p.parameter.is_meta(); }) &&
              mesh_->mesh().runtime()->device() != c10::kMeta;
@@ -75,10 +72,12 @@ FsdpParameterGroup::FsdpParameterGroup(FsdpModule& unit, std::shared_ptr<const S
   model_weight_.allocate();
   if (!main_weight_.storage().attached()) main_weight_.allocate();
   if (mesh_->mesh().runtime()->device() != c10::kMeta && !on_meta_) pack_values(synchronize);
+  if (!releasable_ && !refresh_needed_) whole_.storage().attach(model_weight_.storage().borrow());
   install_views();
   make_leaves();
   find_marks();
-  if (trainable_) install_accumulators();
+  install_accumulators();
+  follow_requires_grad();
   accumulated_placements_ = gradient_placements_;
 }
 
@@ -86,8 +85,18 @@ FsdpParameterGroup::~FsdpParameterGroup() {
   for (auto& accumulator : accumulators_) accumulator->detach_from_group();
 }
 
-const Strategy& FsdpParameterGroup::strategy() const { return unit_.options().placements; }
-const PlacementList& FsdpParameterGroup::optimizer_placements() const { return strategy().optimizer; }
+const PlacementList& FsdpParameterGroup::optimizer_placements() const { return strategy_.optimizer; }
+
+void FsdpParameterGroup::follow_requires_grad() {
+  expected_arrivals_ = 0;
+  for (auto& p : parameters_) {
+    const bool trains = p.parameter.requires_grad();
+    if (p.leaf.requires_grad() != trains) p.leaf.set_requires_grad(trains);
+    if (!trains) continue;
+    ++expected_arrivals_;
+    for (const auto& alias : p.aliases) expected_arrivals_ += alias.requires_grad() ? 1 : 0;
+  }
+}
 
 void FsdpParameterGroup::check_usable() const {
   FSDP_CHECK(!on_meta_, UsageError,
@@ -101,14 +110,6 @@ void FsdpParameterGroup::check_usable() const {
              "load that replaces tensors): choose dtypes by "
              "MixedPrecisionPolicy, and load values in place into context->parameters()",
              first.name, unit_.name());
-  if (trainable_) return;
-  for (const auto& p : parameters_) {
-    FSDP_CHECK(!p.parameter.requires_grad(), UsageError,
-               "parameter \"{}\" of unit \"{}\" was frozen when it was sharded and requires a gradient now: set "
-               "requires_grad before fully_shard (freezing later "
-               "is possible, unfreezing is not)",
-               p.name, unit_.name());
-  }
 }
 
 // --- Construction ---
@@ -116,16 +117,17 @@ void FsdpParameterGroup::check_usable() const {
 // Ranks whose units differ would mix their weights silently: flat buffers of equal length need not mean equal
 // parameters.
 void FsdpParameterGroup::check_ranks_agree() const {
-  std::string description =
-      strategy().name + c10::toString(dtypes_.compute) + c10::toString(dtypes_.reduce) + c10::toString(dtypes_.main);
+  std::string description = strategy_.name + c10::toString(dtypes_.compute) + c10::toString(dtypes_.reduce) +
+                            c10::toString(dtypes_.main) + c10::toString(dtypes_.gradient);
   for (const auto& p : parameters_)
-    description += fmt::format("{} {} {};", p.name, fmt::join(p.sizes, "x"), fmt::join(p.strides, ","));
+    description += fmt::format("{} {} {} {} {};", p.name, fmt::join(p.sizes, "x"), fmt::join(p.strides, ","),
+                               p.aliases.size(), p.parameter.requires_grad());
   std::int64_t hash = 1469598103934665603LL;
   for (unsigned char c : description)
     hash = static_cast<std::int64_t>((static_cast<std::uint64_t>(hash) ^ c) * 1099511628211ULL);
   hash >>= 2;  // its negative and the maximum of both fit
   const Stream stream = mesh_->mesh().runtime()->compute_stream();
-  for (std::size_t axis = 0; axis < strategy().axes.size(); ++axis) {
+  for (std::size_t axis = 0; axis < strategy_.axes.size(); ++axis) {
     std::int64_t extremes[2] = {hash, -hash};
     mesh_->communicator(static_cast<int>(axis), Use::gather)
         .all_reduce(extremes, extremes, Elements(2), c10::kLong, ReduceOp::max, stream, "FSDP:comparison of units");
@@ -134,7 +136,7 @@ void FsdpParameterGroup::check_ranks_agree() const {
                "fully_shard: ranks along mesh axis \"{}\" shard different parameters (names, shapes, dtypes or "
                "strategy); this rank {} has {} parameters, the first "
                "is \"{}\" of {} elements",
-               strategy().axes[axis], mesh_->mesh().world().rank().value(), parameters_.size(), parameters_[0].name,
+               strategy_.axes[axis], mesh_->mesh().world().rank().value(), parameters_.size(), parameters_[0].name,
                parameters_[0].parameter.numel());
   }
 }
@@ -149,7 +151,7 @@ void FsdpParameterGroup::pack_values(bool synchronize) {
   }
   if (synchronize) {
     const Stream stream = mesh_->mesh().runtime()->compute_stream();
-    for (std::size_t axis = 0; axis < strategy().axes.size(); ++axis) {
+    for (std::size_t axis = 0; axis < strategy_.axes.size(); ++axis) {
       mesh_->communicator(static_cast<int>(axis), Use::gather)
           .broadcast(whole_main.address(0), layout_->padded_size(), dtypes_.main, Rank(0), stream,
                      "FSDP:broadcast of initial weights");
@@ -170,6 +172,7 @@ void FsdpParameterGroup::install_views() {
     // The module's own tensor stays the same object: only what it looks at changes.
     const at::Tensor view = whole_.tensor(static_cast<int>(i), p.sizes, p.strides);
     p.parameter.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
+    for (auto& alias : p.aliases) alias.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
     slot_views_.push_back(slot_.tensor(static_cast<int>(i), p.sizes, p.strides));
   }
 }
@@ -178,7 +181,6 @@ void FsdpParameterGroup::make_leaves() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     auto& p = parameters_[i];
     p.leaf = main_weight_.slice(main_weight_.piece(static_cast<int>(i)));
-    p.leaf.set_requires_grad(trainable_);
   }
 }
 
@@ -205,13 +207,25 @@ void FsdpParameterGroup::find_marks() {
 
 void FsdpParameterGroup::install_accumulators() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    auto& p = parameters_[i];
-    accumulators_.push_back(std::make_shared<GradAccumulator>(*this, static_cast<int>(i), p.parameter));
-    torch::autograd::impl::set_grad_accumulator(p.parameter,
-                                                std::weak_ptr<torch::autograd::Node>(accumulators_.back()));
+    install_accumulator(static_cast<int>(i), parameters_[i].parameter);
+    for (const auto& alias : parameters_[i].aliases) install_accumulator(static_cast<int>(i), alias);
   }
   arrived_.resize(parameters_.size());
   written_.resize(parameters_.size());
+}
+
+void FsdpParameterGroup::install_accumulator(int index, const at::Tensor& parameter) {
+  accumulators_.push_back(std::make_shared<GradAccumulator>(*this, index, parameter));
+  torch::autograd::impl::set_grad_accumulator(parameter, std::weak_ptr<torch::autograd::Node>(accumulators_.back()));
+}
+
+void FsdpParameterGroup::add_alias(int index, const at::Tensor& tensor) {
+  auto& p = parameters_[index];
+  p.aliases.push_back(tensor);
+  const at::Tensor view = whole_.tensor(index, p.sizes, p.strides);
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
+  install_accumulator(index, tensor);
+  follow_requires_grad();
 }
 
 void FsdpParameterGroup::set_names(const std::vector<std::string>& prefixes) {
@@ -223,13 +237,18 @@ void FsdpParameterGroup::set_names(const std::vector<std::string>& prefixes) {
     else if (!names.ends_with(" ..."))
       names += " ...";
   }
-  if (!releasable_) return;
-  whole_.storage().set_released_message(
-      fmt::format("a weight of unit \"{}\" was read while it is sharded (its parameters: {}). Run the unit through its "
-                  "wrapped type, not through a pointer to the base "
-                  "type; run other methods with fsdp::call; read weights, and run a second backward through them, "
-                  "inside context->unshard_scope(unit)",
-                  unit_.name(), names));
+  if (!releasable_ && !refresh_needed_) return;
+  released_message_ = fmt::format(
+      "a weight of unit \"{}\" was read while it is {} (its parameters: {}). Run the unit through its "
+      "wrapped type, not through a pointer to the base type; run other methods with fsdp::call; read "
+      "weights inside context->unshard_scope(unit)",
+      unit_.name(), releasable_ ? "sharded" : "not current", names);
+  explain_release({});
+}
+
+void FsdpParameterGroup::explain_release(const std::string& reason) {
+  if (mesh_->mesh().runtime()->device().is_meta() || (!releasable_ && !refresh_needed_)) return;
+  whole_.storage().set_released_message(reason.empty() ? released_message_ : reason);
 }
 
 void FsdpParameterGroup::materialize(const std::function<void(const std::string&, at::Tensor&)>& fill) {
@@ -252,30 +271,36 @@ void FsdpParameterGroup::refresh(std::int64_t epoch, const Stream& stream, const
   if (epoch_ == epoch) return;
   epoch_ = epoch;
   if (!refresh_needed_) return;
-  const DBuffer own = DBuffer::part_of(model_weight_, strategy().optimizer);
+  const DBuffer own = DBuffer::part_of(model_weight_, strategy_.optimizer);
   if (dtypes_.compute != dtypes_.main)
     enqueue_accumulate(own, main_weight_, own.range(), 1, /*overwrite=*/true, stream);
-  if (strategy().parameter != strategy().optimizer) gather(own, model_weight_, stream, label);
+  if (strategy_.parameter != strategy_.optimizer) gather(own, model_weight_, stream, label);
 }
 
 void FsdpParameterGroup::gather_whole(BufferPool& pool, const Stream& stream, const char* label) {
-  if (!releasable_) return;
+  if (!releasable_) {
+    if (!whole_.storage().attached()) whole_.storage().attach(model_weight_.storage().borrow());
+    return;
+  }
   whole_.storage().attach(pool.acquire(whole_.size()));
   gather(model_weight_, whole_, stream, label);
 }
 
 void FsdpParameterGroup::release_whole(BufferPool& pool) {
-  if (releasable_) pool.release(whole_.storage().detach(), whole_.size());
+  if (releasable_)
+    pool.release(whole_.storage().detach(), whole_.size());
+  else if (refresh_needed_ && whole_.storage().attached())
+    whole_.storage().detach().clear();
 }
 
 at::Tensor FsdpParameterGroup::full_tensor(int index, bool gradient, const Stream& stream) {
   at::NoGradGuard no_grad;
   const auto& p = parameters_[index];
-  DBuffer whole_main(mesh_, layout_, replicated_, dtypes_.main, "");
+  DBuffer whole_main(mesh_, layout_, replicated_, gradient ? dtypes_.gradient : dtypes_.main, "");
   whole_main.allocate();
   DBuffer source = main_weight_;
   if (gradient) {
-    source = DBuffer(mesh_, layout_, strategy().optimizer, dtypes_.main, "");
+    source = DBuffer(mesh_, layout_, strategy_.optimizer, dtypes_.gradient, "");
     source.allocate();
     if (p.leaf.grad().defined()) source.slice(source.piece(index)).copy_(p.leaf.grad());
   }

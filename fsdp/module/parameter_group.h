@@ -1,11 +1,13 @@
-// Parameters of one unit with equal dtypes and requires_grad: their buffers and what moves between them.
+// Parameters of one unit with equal dtypes and placements, trainable ones apart from frozen ones as they were built:
+// their buffers and what moves between them.
 //
 //   main weight     optimizer placement, main dtype     what the optimizer updates; the leaves are views of it
 //   model weight    parameter placement, compute dtype  what gathers read; shares memory with main when dtypes agree
-//   whole weight    replicated, compute dtype           what the module's parameters are views of; comes and goes
+//   whole weight    replicated, compute dtype           what the module's parameters are views of; comes and goes, and
+//                                                       is readable only while it is current
 //   slot            all gradients, reduce dtype         packed local gradients; reduced in place
-//   accumulated     gradient placement, main dtype      between microbatches, where a reduction is put off
-//   main gradient   optimizer placement, main dtype     the leaves' `.grad`; exists from first use until zero_grad
+//   accumulated     gradient placement, gradient dtype  between microbatches, where a reduction is put off
+//   main gradient   optimizer placement, gradient dtype the leaves' `.grad`; exists from first use until zero_grad
 //
 // Nothing here is per parameter on the way of a gather or a reduction. Host thread of the rank only.
 #pragma once
@@ -27,37 +29,43 @@ class FsdpModule;
 class GradAccumulator;
 
 struct ParameterInfo {
-  std::string name;      // path from the unit's module until names are set, then from the root
-  int module_index = 0;  // which of the unit's modules
-  at::Tensor parameter;  // the module's own tensor, for life
-  at::Tensor leaf;       // this rank's share of the main weight
+  std::string name;                 // path from the unit's module until names are set, then from the root
+  int module_index = 0;             // which of the unit's modules
+  at::Tensor parameter;             // the module's own tensor, for life
+  std::vector<at::Tensor> aliases;  // further tensors over the same values (tied weights that are not one tensor)
+  at::Tensor leaf;                  // this rank's share of the main weight
   std::vector<std::int64_t> sizes, strides;
 };
 
 class FsdpParameterGroup {
  public:
   struct Dtypes {
-    c10::ScalarType compute, reduce, main;
+    c10::ScalarType compute, reduce, main, gradient;
     bool operator==(const Dtypes&) const = default;
   };
 
   // Takes over the parameters: packs their values into shards and makes them views of released storage. `synchronize`:
   // all ranks take rank 0's values. Parameters on the meta device wait for `materialize`.
-  FsdpParameterGroup(FsdpModule& unit, std::shared_ptr<const SubMesh> mesh, std::vector<ParameterInfo> parameters,
-                     const Dtypes& dtypes, bool trainable, bool synchronize);
+  FsdpParameterGroup(FsdpModule& unit, std::shared_ptr<const SubMesh> mesh, Strategy strategy,
+                     std::vector<ParameterInfo> parameters, const Dtypes& dtypes, bool synchronize);
   ~FsdpParameterGroup();
 
   [[nodiscard]] const std::vector<ParameterInfo>& parameters() const { return parameters_; }
   [[nodiscard]] std::vector<ParameterInfo>& parameters() { return parameters_; }
-  [[nodiscard]] bool trainable() const { return trainable_; }
+  // Whether any parameter requires a gradient, and how many gradients a backward that uses them all delivers: as of the
+  // last `follow_requires_grad`.
+  [[nodiscard]] bool trainable() const { return expected_arrivals_ > 0; }
+  [[nodiscard]] int expected_arrivals() const { return expected_arrivals_; }
+  // Takes over what the user froze or unfroze; the leaves follow their parameters. Called before a forward.
+  void follow_requires_grad();
   [[nodiscard]] const Dtypes& dtypes() const { return dtypes_; }
   [[nodiscard]] const SubMesh& mesh() const { return *mesh_; }
   [[nodiscard]] const GlobalLayout& layout() const { return *layout_; }
   [[nodiscard]] const PlacementList& optimizer_placements() const;
   [[nodiscard]] const DBuffer& main_weight() const { return main_weight_; }
   [[nodiscard]] bool on_meta() const { return on_meta_; }
-  // Throws UsageError when a forward would use the wrong weights: no values yet, tensors replaced, or unfrozen too
-  // late.
+  [[nodiscard]] const Strategy& strategy() const { return strategy_; }
+  // Throws UsageError when a forward would use the wrong weights: no values yet, or tensors replaced.
   void check_usable() const;
   [[nodiscard]] FsdpModule& unit() const { return unit_; }
 
@@ -66,19 +74,24 @@ class FsdpParameterGroup {
                const char* label);  // model weight from main weight, once an epoch
   void gather_whole(BufferPool& pool, const Stream& stream, const char* label);
   void release_whole(BufferPool& pool);
-  [[nodiscard]] bool releasable() const { return releasable_; }
+  // What reads of the released weights throw from here on, after an error; empty: as usual again.
+  void explain_release(const std::string& reason);
+  [[nodiscard]] bool releasable() const { return releasable_; }  // false: whole weights rest here
+  // Whole weights that rest here and are current only from a refresh to the next optimizer step.
+  [[nodiscard]] bool gets_stale() const { return !releasable_ && refresh_needed_; }
   [[nodiscard]] Bytes whole_bytes() const { return whole_.size(); }
 
   // Gradients. A window collects the local gradients of one backward and is closed before it is reduced. Returns
   // whether the window needs slot memory (attach_slot) to write to.
   bool open_window(bool is_last, ReducePolicy policy, BufferPool& accumulations);
   void attach_slot(BufferPool& slots);
-  // Stores one gradient; an undefined one only arrives.
-  void receive(int index, const at::Tensor& gradient);
+  // Stores one gradient, adding to what came before; an undefined one only arrives. Returns whether it was expected:
+  // a parameter used in several graphs of one backward delivers more often.
+  bool receive(int index, const at::Tensor& gradient);
   // Where a producer may write the gradient of parameter `index` itself, in the compute dtype; undefined when it must
   // hand it over instead (already written in this window, other dtype, accumulating). Counts as written once asked for.
   [[nodiscard]] at::Tensor claim_gradient(int index);
-  // Marks what was used, fills in what never came.
+  // Marks what was used, fills in what never came. May be repeated after late gradients.
   void close_window();
   // Enqueues the reduction of a closed window on `stream`. Ends in the leaves' `.grad` or in `accumulated`.
   void reduce(const Stream& stream, BufferPool& slots, BufferPool& accumulations, const char* label);
@@ -101,6 +114,9 @@ class FsdpParameterGroup {
   void zero_gradients(bool set_to_none);
   void abandon_window(BufferPool& slots, BufferPool& accumulations);  // after an error
 
+  // A further tensor over the values of a parameter: it becomes a view of the whole weight, its gradients are added.
+  void add_alias(int index, const at::Tensor& tensor);
+
   // Turns names into paths from the root; `prefixes` are those of the unit's modules, with their separator.
   void set_names(const std::vector<std::string>& prefixes);
   // Values from a function of (name, whole tensor), for parameters built on the meta device.
@@ -122,7 +138,6 @@ class FsdpParameterGroup {
     std::vector<at::Tensor> views;  // [parameter]
   };
 
-  [[nodiscard]] const Strategy& strategy() const;
   void pack_values(bool synchronize);
   void check_ranks_agree() const;
   void store_shards(const DBuffer& whole_main);
@@ -130,6 +145,7 @@ class FsdpParameterGroup {
   void make_leaves();
   void find_marks();
   void install_accumulators();
+  void install_accumulator(int index, const at::Tensor& parameter);
   [[nodiscard]] bool deferred() const { return accumulated_placements_ != reduced_placements_; }
   void ensure_accumulated(BufferPool& accumulations);
   void free_accumulated(BufferPool& accumulations);
@@ -147,14 +163,16 @@ class FsdpParameterGroup {
 
   FsdpModule& unit_;
   std::shared_ptr<const SubMesh> mesh_;
+  const Strategy strategy_;
   std::vector<ParameterInfo> parameters_;  // [parameter]
   const Dtypes dtypes_;
-  const bool trainable_;
+  int expected_arrivals_ = 0;
   bool on_meta_ = false;
   bool releasable_ = false;
   bool refresh_needed_ = false;  // main and model weight are not the same memory
   double divisor_ = 1;
   std::int64_t epoch_ = -1;  // of the model weight
+  std::string released_message_;
   PlacementList replicated_;
   // Of gradients before any reduction, between microbatches, and in the end. Replicate on an axis of one rank, where
   // there is nothing to sum or to put off.
@@ -176,8 +194,8 @@ class FsdpParameterGroup {
   std::vector<at::Tensor> accumulated_views_;  // [parameter], when it holds all of them
   PlacementList accumulated_placements_;
   bool has_accumulated_ = false;
-  std::vector<std::uint8_t> arrived_, written_;                 // [parameter]
-  std::vector<std::shared_ptr<GradAccumulator>> accumulators_;  // [parameter]
+  std::vector<std::uint8_t> arrived_, written_;                 // [parameter]; arrived_ counts
+  std::vector<std::shared_ptr<GradAccumulator>> accumulators_;  // of parameters and aliases
 };
 
 }  // namespace fsdp

@@ -6,6 +6,9 @@
 #include <algorithm>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/log.h"
+#include "fsdp/module/backward_watch.h"
+#include "fsdp/module/recompute_state.h"
 
 namespace fsdp {
 
@@ -21,6 +24,7 @@ Scheduler::Scheduler(DeviceMesh mesh, ContextOptions options)
   FSDP_CHECK(options_.prefetch.amount >= 0, UsageError, "prefetch amount {} is negative", options_.prefetch.amount);
   FSDP_CHECK(options_.reduction.delay >= 0, UsageError, "reduction delay {} is negative", options_.reduction.delay);
   if (options_.recorder) mesh_.runtime()->set_recorder(options_.recorder);
+  backward_watch::install(&Scheduler::before_node);
   for (int axis = 0; axis < mesh_.axis_count(); ++axis) {
     mesh_.communicator(axis, Use::gather).set_inline_limit(options_.inline_limit);
     mesh_.communicator(axis, Use::reduce).set_inline_limit(options_.inline_limit);
@@ -58,6 +62,8 @@ void Scheduler::begin_epoch_if_needed() {
   Event written;
   compute_stream().record(written);
   gather_stream_.wait(written);
+  follow_requires_grad();
+  stamp_operations();
   // Several forwards before one backward (two roots, a module run twice) read the same weights, unless a leaf changed.
   const auto versions = leaf_versions();
   // An optimizer needs gradients, so where there were none when the epoch began, none has stepped since.
@@ -72,6 +78,23 @@ void Scheduler::begin_epoch_if_needed() {
   }
 }
 
+void Scheduler::follow_requires_grad() {
+  for (auto& unit : units_) {
+    unit->trainable_count_ = 0;
+    for (auto& group : unit->groups()) {
+      group->follow_requires_grad();
+      unit->trainable_count_ += group->expected_arrivals();
+    }
+  }
+}
+
+void Scheduler::stamp_operations() {
+  const Stamp stamp{step_, microbatches_, updates_, microbatch_.is_last};
+  for (int axis = 0; axis < mesh_.axis_count(); ++axis) {
+    for (Use use : {Use::gather, Use::reduce}) mesh_.communicator(axis, use).set_stamp(stamp);
+  }
+}
+
 // Grows with every in-place write to a leaf.
 std::int64_t Scheduler::leaf_versions() const {
   std::int64_t sum = foreign_writes_;
@@ -83,8 +106,24 @@ std::int64_t Scheduler::leaf_versions() const {
   return sum;
 }
 
-// Issues the gather of a unit unless its current weights are gathered or on their way.
+bool Scheduler::current(const FsdpModule& unit) const {
+  const auto own = [&](const FsdpModule& u) { return u.groups_.empty() || (u.gathered_ && u.epoch_ == epoch_); };
+  return own(unit) &&
+         std::all_of(unit.lenders_.begin(), unit.lenders_.end(), [&](auto* lender) { return own(*lender); });
+}
+
 void Scheduler::issue_gather(FsdpModule& unit) {
+  unit.held_ = true;
+  for (FsdpModule* lender : unit.lenders_) {
+    gather_own(*lender);
+    if (!unit.borrowing_) ++lender->borrowers_;
+  }
+  unit.borrowing_ = !unit.lenders_.empty();
+  gather_own(unit);
+}
+
+// Issues the gather of a unit unless its current weights are gathered or on their way.
+void Scheduler::gather_own(FsdpModule& unit) {
   if (unit.groups_.empty()) return;
   if (unit.release_queued_) {  // wanted again before its delayed release
     std::erase(releases_, &unit);
@@ -92,7 +131,7 @@ void Scheduler::issue_gather(FsdpModule& unit) {
   }
   if (unit.gathered_) {
     if (unit.epoch_ == epoch_) return;
-    drop(unit);  // weights of an earlier step
+    drop_own(unit);  // weights of an earlier step
   }
   trace::Span* span = issue_span(unit.names_.unshard, trace::Kind::unit, gather_stream_);
   const char* label = unit.names_.unshard;
@@ -120,8 +159,22 @@ bool Scheduler::in_use(const FsdpModule& unit) const {
   return forward_depth_ > 0 || (backward_active_ && unit.in_backward_) || awaiting_backward_;
 }
 
-// Drops the gathered weights now. Their memory goes back on the gather stream, after all who read them.
 void Scheduler::drop(FsdpModule& unit) {
+  unit.held_ = false;
+  if (unit.borrowing_) {
+    unit.borrowing_ = false;
+    for (FsdpModule* lender : unit.lenders_) {
+      if (--lender->borrowers_ == 0 && !lender->held_ && lender->pins_ == 0) drop_own(*lender);
+    }
+  }
+  if (unit.borrowers_ == 0)
+    drop_own(unit);
+  else
+    unit.release_queued_ = false;
+}
+
+// Drops the gathered weights now. Their memory goes back on the gather stream, after all who read them.
+void Scheduler::drop_own(FsdpModule& unit) {
   if (!unit.gathered_ || !unit.releasable_) return;  // what rests whole stays
   unit.gathered_ = false;
   trace::Span* span = issue_span(unit.names_.reshard, trace::Kind::unit, gather_stream_);
@@ -136,6 +189,12 @@ void Scheduler::drop(FsdpModule& unit) {
   unit.kept_ = false;
 }
 
+void Scheduler::rest(FsdpModule& unit) {
+  if (!unit.gets_stale_ || unit.releasable_ || !unit.gathered_ || unit.pins_ > 0) return;
+  for (auto& group : unit.groups_) group->release_whole(gather_pool_);
+  unit.gathered_ = false;
+}
+
 void Scheduler::prefetch_after(FsdpModule& unit, Phase phase) {
   const auto& policy = options_.prefetch;
   std::span<const int> targets;
@@ -143,21 +202,63 @@ void Scheduler::prefetch_after(FsdpModule& unit, Phase phase) {
   if (targets.empty()) targets = prefetch_table_.after(phase, unit.index());
   for (int index : targets) {
     FsdpModule& target = *units_[index];
-    if (target.gathered_ && target.epoch_ == epoch_) continue;
+    if (current(target)) continue;
     if (policy.budget && gathered_bytes_ + target.gathered_bytes_ > *policy.budget) break;
     issue_gather(target);
+    if (options_.skipped_units == SkippedUnits::participate) {
+      int& up_to = gathered_up_to_[static_cast<int>(phase)];
+      up_to = std::max(up_to, position_[static_cast<int>(phase)][index] + 1);
+    }
     ++counters_.prefetched;
   }
+}
+
+void Scheduler::begin_pass(Phase phase) {
+  if (options_.skipped_units != SkippedUnits::participate) return;
+  const int p = static_cast<int>(phase);
+  passed_[p] = gathered_up_to_[p] = 0;
+  for (auto& unit : units_) unit->ran_[p] = false;
+}
+
+// Under SkippedUnits::participate: units before `next` in the static order (-1: all) that this rank did not run take
+// part in what other ranks, which may have run them, have gathered and reduced.
+void Scheduler::catch_up(Phase phase, int next) {
+  if (options_.skipped_units != SkippedUnits::participate) return;
+  const int p = static_cast<int>(phase);
+  const auto& order = phase == Phase::forward ? forward_order_ : backward_order_;
+  const int end = next < 0 ? static_cast<int>(order.size()) : position_[p][next];
+  if (next >= 0) units_[next]->ran_[p] = true;
+  for (int& position = passed_[p]; position < end; ++position) {
+    FsdpModule& unit = *units_[order[position]];
+    if (unit.ran_[p]) continue;
+    if (position >= gathered_up_to_[p] && !current(unit)) issue_gather(unit);
+    gathered_up_to_[p] = std::max(gathered_up_to_[p], position + 1);
+    if (next >= 0 && encloses(unit, *units_[next])) continue;  // its turn is still to come
+    prefetch_after(unit, phase);  // what follows, in the order in which a rank that ran it issues it
+    if (phase == Phase::backward) drain_delayed_reductions();
+    if (phase == Phase::forward) {
+      if (!keep_after_forward(unit, at::GradMode::is_enabled())) reshard(unit);
+      continue;
+    }
+    if (unit.trainable_count_ > 0 && unit.window_ == FsdpModule::Window::closed) {
+      unit.open_window();
+      unit.complete_window();
+    }
+    finish_backward_of(unit);
+  }
+  passed_[p] = std::max(passed_[p], end + (next < 0 ? 0 : 1));
+  gathered_up_to_[p] = std::max(gathered_up_to_[p], passed_[p]);
 }
 
 // The current stream may read the unit's weights from here on. The next gather is issued before anything computes and
 // before any release, so that it does not queue behind either.
 void Scheduler::need(FsdpModule& unit, std::optional<Phase> phase) {
+  if (phase) catch_up(*phase, unit.index());
   issue_gather(unit);
   if (phase) prefetch_after(unit, *phase);
-  if (phase == Phase::backward && options_.reduction.delay > 0)
-    drain_reductions(static_cast<std::size_t>(options_.reduction.delay - 1));
+  if (phase == Phase::backward) drain_delayed_reductions();
   compute_stream().wait(unit.gathered_event_);
+  for (const FsdpModule* lender : unit.lenders_) compute_stream().wait(lender->gathered_event_);
 }
 
 void Scheduler::unshard(FsdpModule& unit, std::optional<Phase> prefetch) {
@@ -171,7 +272,7 @@ void Scheduler::unshard(FsdpModule& unit, std::optional<Phase> prefetch) {
 }
 
 void Scheduler::reshard(FsdpModule& unit) {
-  if (!unit.gathered_ || unit.release_queued_) return;
+  if ((!unit.gathered_ && !unit.borrowing_) || unit.release_queued_) return;
   if (options_.prefetch.kind == Prefetch::Kind::delayed_release && options_.prefetch.amount > 0 && unit.releasable_) {
     // Later gathers wait for the readers up to here, and not for what computes while the release is held back.
     compute_stream().record(unit.read_event_);
@@ -181,6 +282,11 @@ void Scheduler::reshard(FsdpModule& unit) {
     return;
   }
   release(unit);
+}
+
+void Scheduler::end_scope(FsdpModule& unit) {
+  reshard(unit);
+  rest(unit);
 }
 
 void Scheduler::drain_releases(std::size_t target) {
@@ -193,23 +299,32 @@ void Scheduler::drain_releases(std::size_t target) {
 
 void Scheduler::release_all() {
   drain_releases(0);
-  for (auto& unit : units_) release(*unit);
+  for (auto& unit : units_) {
+    release(*unit);
+    rest(*unit);
+  }
 }
 
 // --- Forward ---
 
 void Scheduler::begin_outermost_forward() {
-  if (torch::autograd::get_current_graph_task_id() != -1) return;  // recomputing inside a backward
+  if (backward_task() != -1) return;  // recomputing inside a backward
   FSDP_CHECK(!backward_active_, UsageError,
              "the previous backward ended with an exception: call context->reset() on every rank before going on");
+  if (options_.check) verify_parameters();
   begin_epoch_if_needed();
   backward_expected_ = false;
+  begin_pass(Phase::forward);
 }
 
 void Scheduler::pre_forward(FsdpModule& unit) {
   if (!finalized_) finalize();
   for (const auto& group : unit.groups_) group->check_usable();
+  FSDP_CHECK(!unit.buffers_on_meta_, UsageError,
+             "unit \"{}\" has buffers on the meta device and without values: call context->materialize(init) first",
+             unit.name());
   if (forward_depth_ == 0) begin_outermost_forward();
+  catch_up(backward_task() == -1 ? Phase::forward : Phase::backward, unit.index());
   issue_gather(unit);
   if (unit.forwards_left_ == 0) unit.forwards_left_ = static_cast<int>(unit.modules_.size());
   ++forward_depth_;  // last: from here on the caller's scope undoes it
@@ -221,7 +336,14 @@ void Scheduler::start_forward(FsdpModule& unit) {
     // Equal on all ranks, whatever the shapes of their data: the root, and whether it trains.
     recorded_.begin(static_cast<std::uint64_t>(unit.index()) * 2 + (at::GradMode::is_enabled() ? 1 : 0));
   }
-  need(unit, Phase::forward);
+  if (backward_task() == -1) return need(unit, Phase::forward);
+  // Recomputing inside a backward: what comes next in forward was computed long ago. Units recomputed before this one
+  // wait for their backward without weights; the last one keeps them, for its backward follows at once.
+  need(unit, std::nullopt);
+  for (FsdpModule* other : recomputed_) {
+    if (other != &unit && other->forwards_left_ == 0) reshard(*other);
+  }
+  recomputed_.clear();
 }
 
 bool Scheduler::keep_after_forward(FsdpModule& unit, bool backward_expected) {
@@ -244,15 +366,28 @@ bool Scheduler::keep_after_forward(FsdpModule& unit, bool backward_expected) {
   return false;
 }
 
-void Scheduler::post_forward(FsdpModule& unit, bool backward_expected) {
+// What one rank made of a unit's nodes, all others did too: the numbers may differ, their order does not.
+void Scheduler::note_nodes(FsdpModule& unit, std::uint64_t begin) const {
+  if (unit.nodes_generation_ != generation_) unit.first_node_ = begin;
+  unit.nodes_generation_ = generation_;
+  unit.end_of_nodes_ = backward_watch::next_number();
+}
+
+void Scheduler::post_forward(FsdpModule& unit, bool backward_expected, std::uint64_t first_node) {
   backward_expected_ |= backward_expected;
-  // A unit of several modules drops its weights when the last of them has run.
-  if (--unit.forwards_left_ == 0 && !keep_after_forward(unit, backward_expected)) reshard(unit);
+  if (at::GradMode::is_enabled() && backward_task() == -1) note_nodes(unit, first_node);
+  --unit.forwards_left_;
+  if (backward_task() != -1) {
+    recomputed_.push_back(&unit);
+  } else if (unit.forwards_left_ == 0 && !keep_after_forward(unit, backward_expected)) {
+    reshard(unit);  // a unit of several modules drops its weights when the last of them has run
+  }
   if (--forward_depth_ == 0) end_outermost_forward();
 }
 
 void Scheduler::end_outermost_forward() {
-  if (torch::autograd::get_current_graph_task_id() != -1) return;
+  if (backward_task() != -1) return;
+  catch_up(Phase::forward, -1);
   for (auto& unit : units_) {
     if (unit->forwards_left_ == 0) continue;  // some modules of the unit were not called
     unit->forwards_left_ = 0;
@@ -286,12 +421,22 @@ void Scheduler::reset() {
   }
   releases_.clear();
   reductions_.clear();
+  line_.clear();
+  in_backward_.clear();
+  recomputed_.clear();
+  began_nested_.clear();
+  backward_error_ = nullptr;
   for (auto& unit : units_) {
-    unit->release_queued_ = false;
+    unit->release_queued_ = unit->borrowing_ = unit->held_ = false;
+    unit->borrowers_ = 0;
+  }
+  for (auto& unit : units_) {
     if (unit->releasable_) drop(*unit);
+    rest(*unit);
     unit->gathered_ = false;
+    for (auto& group : unit->groups_) group->explain_release({});
     unit->backward_span_ = nullptr;
-    unit->in_backward_ = unit->reduced_in_backward_ = false;
+    unit->in_backward_ = unit->finished_ = unit->reduced_ = unit->lined_up_ = false;
     unit->forwards_left_ = 0;
     unit->window_ = FsdpModule::Window::closed;
     unit->pending_ = 0;
@@ -308,6 +453,8 @@ void Scheduler::reset() {
   backward_active_ = awaiting_backward_ = false;
   weights_may_change_ = true;
   microbatch_ = {};
+  step_ = microbatches_ = 0;  // ranks may have failed in different places
+  ++generation_;
 }
 
 MemoryReport Scheduler::memory_report() const {

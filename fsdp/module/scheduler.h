@@ -5,6 +5,8 @@
 #pragma once
 
 #include <deque>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -29,26 +31,41 @@ class Scheduler {
   FsdpModule& add_unit(std::vector<std::shared_ptr<torch::nn::Module>> modules, const UnitOptions& options);
   void finalize();
   [[nodiscard]] bool finalized() const { return finalized_; }
+  struct OwnedParameter {
+    FsdpParameterGroup* group = nullptr;
+    int index = 0;
+  };
+  [[nodiscard]] OwnedParameter find_parameter(const std::string& name) const;  // any of its names; throws UsageError
+  void materialize_buffers(const std::function<void(const std::string&, at::Tensor&)>& fill);
   void set_prefetch_list(Phase phase, const FsdpModule& unit, const std::vector<FsdpModule*>& targets);
 
   // Automatic mode, called by the hooks.
   void pre_forward(FsdpModule& unit);    // issues the unit's gather
   void start_forward(FsdpModule& unit);  // prefetches, waits for the weights
-  void post_forward(FsdpModule& unit, bool backward_expected);
+  // `first_node`: number of the first autograd node that the forward may have made.
+  void post_forward(FsdpModule& unit, bool backward_expected, std::uint64_t first_node);
   void abandon_forward(FsdpModule& unit);  // an exception left the forward
   void pre_backward(FsdpModule& unit);
   void ensure_backward_started(FsdpModule& unit);
+  // The backward of a recomputed function ended: units that began inside it are over.
+  void nested_backward_ended(int depth);
 
   // Primitives.
   void unshard(FsdpModule& unit, std::optional<Phase> prefetch);
   void reshard(FsdpModule& unit);
+  void end_scope(FsdpModule& unit);                         // its weights were gathered for reading
   [[nodiscard]] bool in_use(const FsdpModule& unit) const;  // by a forward, or kept for a backward to come
   void take_slot(FsdpModule& unit);
+  void line_up(FsdpModule& unit);  // in the order in which units' reductions are issued
   void window_completed(FsdpModule& unit);
   void reduce(FsdpModule& unit);
   void launch_queued(FsdpModule& unit);  // a delayed reduction whose unit needs its window again
   void finish_grad_sync();
   void weights_changed() { ++foreign_writes_; }
+  void optimizer_stepped() {
+    ++foreign_writes_;
+    ++updates_;
+  }
   void check_gradients_reduced(const char* action) const;  // throws UsageError naming the unit
   void drop_accumulated();
   void reset();
@@ -81,31 +98,62 @@ class Scheduler {
     std::vector<std::pair<c10::DataPtr, Bytes>> memory;  // of its last user, free once `done`
   };
 
+  struct UnitPlan;
+  void plan_parameters(UnitPlan& plan) const;
+  void plan_parameter(UnitPlan& plan, const at::Tensor& parameter, const std::string& name, int module_index) const;
+  void plan_tied(UnitPlan& plan, const at::Tensor& parameter, const std::string& name, const void* owner) const;
+  void synchronize_buffers(FsdpModule& unit) const;
+  [[nodiscard]] bool contains(const FsdpModule& unit, const torch::nn::Module& module) const;
   void build_tree();
   void name_units();
+  void verify_parameters() const;
   void log_summary() const;
+  void warn_of_poor_units() const;
 
   void begin_outermost_forward();
   void end_outermost_forward();
   void begin_epoch_if_needed();
   [[nodiscard]] std::int64_t leaf_versions() const;
   [[nodiscard]] bool any_gradient_defined() const;
+  void follow_requires_grad();
+  void stamp_operations();  // with the microbatch they belong to
+  void warn_if_nobody_steps();
   void need(FsdpModule& unit, std::optional<Phase> phase);
   void prefetch_after(FsdpModule& unit, Phase phase);
-  void issue_gather(FsdpModule& unit);
+  [[nodiscard]] bool current(const FsdpModule& unit) const;  // its weights, and those it borrows, are on their way
+  void issue_gather(FsdpModule& unit);                       // and those of its lenders
+  void gather_own(FsdpModule& unit);
   void release(FsdpModule& unit);  // unless pinned
-  void drop(FsdpModule& unit);     // in any case
+  void drop(FsdpModule& unit);     // in any case, for its own sake and its lenders'; not while it is borrowed from
+  void drop_own(FsdpModule& unit);
+  void rest(FsdpModule& unit);  // whole weights that rest but are not current become unreadable
   void release_all();
   [[nodiscard]] bool keep_after_forward(FsdpModule& unit, bool backward_expected);
 
+  static void before_node(FsdpModule& unit, std::uint64_t number);  // any node of the unit's forward, in backward
+  void note_nodes(FsdpModule& unit, std::uint64_t begin) const;
+  // Ends the backward of units whose nodes all have numbers of at least `number`, for those have run.
+  void pass_units_made_after(std::uint64_t number, const FsdpModule& next);
+  void begin_backward_of(FsdpModule& unit);
+  void backward_passed(FsdpModule& unit);  // nothing of the unit is still to run
+  void finish_backward_of(FsdpModule& unit);
+  [[nodiscard]] bool gradients_complete(const FsdpModule& unit) const;
   void end_of_backward();
   void close_open_windows();
+  [[nodiscard]] bool nested_units_reduced(const FsdpModule& unit) const;
+  [[nodiscard]] bool encloses(const FsdpModule& outer, const FsdpModule& inner) const;
+  void issue_reductions_in_order(bool at_end);
+  [[nodiscard]] bool keep_for_next_microbatch(const FsdpModule& unit) const;
+  void end_of_microbatch();
+  void begin_pass(Phase phase);
+  void catch_up(Phase phase, int next);
   void end_backward_span(FsdpModule& unit) const;
   void join();  // the current stream waits for all communication
   void end_of_step();
 
   void drain_releases(std::size_t target);
   void drain_reductions(std::size_t target);
+  void drain_delayed_reductions();  // those that waited for a gather of backward
   void launch_reduction(FsdpModule& unit);
   void recycle(ReduceSlot& slot);  // gives its memory back; the current stream has waited for its last reduction
 
@@ -117,9 +165,17 @@ class Scheduler {
   BufferPool accumulation_pool_;
 
   // Units.
-  std::vector<std::shared_ptr<FsdpModule>> units_;           // [order of registration]
-  std::unordered_map<const void*, int> owner_of_parameter_;  // TensorImpl -> unit
+  std::vector<std::shared_ptr<FsdpModule>> units_;          // [order of registration]
+  std::unordered_map<const void*, OwnedParameter> owners_;  // TensorImpl -> where it is packed
+  // Where owned parameters lay before: tensors over the same memory are tied to them.
+  struct FormerMemory {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    std::int64_t begin = 0, end = 0;  // bytes
+    const void* parameter = nullptr;  // its TensorImpl
+  };
+  std::vector<FormerMemory> former_memory_;
   std::unordered_map<const torch::nn::Module*, int> unit_of_module_;
+  std::unordered_map<std::string, const void*> parameter_names_;  // every path from a root -> TensorImpl
   UnitTree tree_;
   std::vector<int> parent_;  // [unit], -1 for roots
   std::vector<int> forward_order_, backward_order_;
@@ -137,11 +193,27 @@ class Scheduler {
   bool gradients_at_epoch_start_ = false;
   std::int64_t leaf_versions_ = 0;   // when the epoch started
   std::int64_t foreign_writes_ = 0;  // announced by whoever writes leaves without moving their versions
+  std::int32_t updates_ = 0;         // steps of the library's own optimizers
   int forward_depth_ = 0;
   bool backward_active_ = false;
   int graph_task_ = -1;
+  bool selective_backward_ = false;    // for chosen inputs only (autograd::grad): no parameter receives a gradient
+  std::exception_ptr backward_error_;  // thrown where autograd could not carry it
+  FsdpModule* watched_before_backward_ = nullptr;
   bool backward_expected_ = false;  // some output of this forward requires a gradient
-  std::deque<ReduceSlot> slots_;    // two that take turns, then those of units with nested units
+  std::vector<FsdpModule*> line_;   // units whose backward began and whose reduction is not issued yet, oldest first
+  std::vector<FsdpModule*> in_backward_;  // units whose backward began and is not over
+  std::int64_t generation_ = 0;           // backwards that ended
+  std::vector<FsdpModule*> recomputed_;   // gathered by a recomputation, still to be dropped or to go backward
+  std::vector<std::pair<FsdpModule*, int>> began_nested_;  // backwards begun inside a recomputed one, with its depth
+  // SkippedUnits::participate, [phase]: positions of the static order that are behind, and that were gathered.
+  int passed_[2] = {0, 0}, gathered_up_to_[2] = {0, 0};
+  std::vector<int> position_[2];   // [phase][unit] in the static order
+  std::int32_t step_ = 0;          // last microbatches whose backward ended
+  std::int32_t microbatches_ = 0;  // whose backward ended since
+  std::int64_t idle_steps_ = 0;    // in which gradients were reduced, but neither freed nor used
+  std::vector<double> samples_;    // of the leaves, when the first of them began
+  std::deque<ReduceSlot> slots_;   // two that take turns, then those of units with nested units
   std::size_t next_slot_ = 0;
   std::deque<FsdpModule*> releases_;    // delayed release
   std::deque<FsdpModule*> reductions_;  // delayed reduction

@@ -13,21 +13,25 @@
 namespace fsdp {
 
 ShardedOptimizer::ShardedOptimizer(FsdpContext& context, double learning_rate, int state_count,
-                                   const ParameterOptionsFunction& options)
-    : context_(context.weak_from_this()) {
+                                   ParameterOptionsFunction options)
+    : context_(context.weak_from_this()), state_count_(state_count), options_(std::move(options)) {
   set_learning_rate(learning_rate);
   context.finalize();
-  const auto scalar = at::TensorOptions().dtype(at::kFloat).device(context.mesh().runtime()->device());
-  skipped_ = at::zeros({}, scalar);
+  skipped_ = at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(context.mesh().runtime()->device()));
+  add_trainable_groups(context);
+}
+
+void ShardedOptimizer::add_trainable_groups(FsdpContext& context) {
+  const std::size_t known = runs_.size();
   for (FsdpParameterGroup* group : context.groups()) {
-    if (!group->trainable()) continue;
+    if (!group->trainable() || !groups_.insert(group).second) continue;
     const DBuffer& weight = group->main_weight();
     for (std::size_t i = 0; i < group->parameters().size(); ++i) {
       const auto& p = group->parameters()[i];
-      const ParameterOptions chosen = options ? options(p.name, p.sizes) : ParameterOptions{};
+      const ParameterOptions chosen = options_ ? options_(p.name, p.sizes) : ParameterOptions{};
       const ElementRange piece = weight.piece(static_cast<int>(i));
       if (piece.empty()) continue;
-      if (!runs_.empty() && runs_.back().group == group && runs_.back().options == chosen) {
+      if (runs_.size() > known && runs_.back().group == group && runs_.back().options == chosen) {
         runs_.back().range.end = piece.end;
       } else {
         runs_.push_back({group, {}, piece, chosen, {}, {}, {}});
@@ -36,10 +40,11 @@ ShardedOptimizer::ShardedOptimizer(FsdpContext& context, double learning_rate, i
     }
   }
   at::NoGradGuard no_grad;
-  for (ShardRun& run : runs_) {
+  for (std::size_t i = known; i < runs_.size(); ++i) {
+    ShardRun& run = runs_[i];
     run.weight = run.group->main_weight().slice(run.range);
-    for (int k = 0; k < state_count; ++k) run.state.push_back(at::zeros_like(run.weight));
-    run.step = at::zeros({}, scalar);
+    for (int k = 0; k < state_count_; ++k) run.state.push_back(at::zeros_like(run.weight));
+    run.step = at::zeros_like(skipped_);
   }
 }
 
@@ -75,7 +80,8 @@ void ShardedOptimizer::set_learning_rate(double learning_rate) {
 void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
   const auto alive = context();
   alive->check_gradients_reduced("optimizer step");
-  alive->weights_changed();
+  alive->optimizer_stepped();
+  add_trainable_groups(*alive);
   at::NoGradGuard no_grad;
   std::optional<at::Tensor> skip;
   if (gradient_norm) {
@@ -101,7 +107,7 @@ void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
       const at::Tensor gradient = run.group->gradient_slice(run.range);
       if (!run.group->parameters()[run.parameters.front()].leaf.grad().defined()) continue;  // no rank used it
       runs.push_back(&run);
-      gradients.push_back(gradient);
+      gradients.push_back(gradient.to(run.weight.scalar_type()));
     }
     if (!runs.empty()) update(runs, gradients, runs_[i].options, skip);
   }

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -24,7 +25,7 @@ struct ParameterOptions {
   bool operator==(const ParameterOptions&) const = default;
 };
 
-// Called once per trainable parameter at construction with its name and whole shape.
+// Called once per trainable parameter with its name and whole shape: at construction, or when it is unfrozen.
 using ParameterOptionsFunction = std::function<ParameterOptions(const std::string& name, at::IntArrayRef whole_sizes)>;
 
 // Consecutive elements of one group's shard that are always updated alike.
@@ -59,21 +60,24 @@ class ShardedOptimizer {
   [[nodiscard]] Bytes state_bytes() const;
 
  protected:
-  // `state_count` tensors a run, zero-filled.
-  ShardedOptimizer(FsdpContext& context, double learning_rate, int state_count,
-                   const ParameterOptionsFunction& options);
+  // `state_count` tensors a run, zero-filled. Groups that are unfrozen later get theirs at the next step.
+  ShardedOptimizer(FsdpContext& context, double learning_rate, int state_count, ParameterOptionsFunction options);
 
   // Updates runs that share their options. `skip`: fp32 scalar, 1 when nothing may change.
   virtual void update(const std::vector<ShardRun*>& runs, const std::vector<at::Tensor>& gradients,
                       const ParameterOptions& options, const std::optional<at::Tensor>& skip) = 0;
 
  private:
+  void add_trainable_groups(FsdpContext& context);
   void split(std::size_t run);  // into one run per parameter, when their gradients stop coming together
 
   std::shared_ptr<FsdpContext> context() const;  // throws UsageError when it is gone
 
   std::weak_ptr<FsdpContext> context_;
   double learning_rate_;
+  const int state_count_;
+  const ParameterOptionsFunction options_;
+  std::set<const FsdpParameterGroup*> groups_;  // with runs
   std::vector<ShardRun> runs_;
   at::Tensor skipped_;  // fp32 scalar
 };

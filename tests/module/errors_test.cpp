@@ -54,15 +54,25 @@ TEST(Errors, FullyShardRefusesWhatCannotWork) {
   expect_refused([&] { empty->finalize(); }, {"no units"});
 }
 
-TEST(Errors, WeightsSharedByTwoUnitsAreRefusedByName) {
-  World world = World::single();
-  auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 1}}));
-  auto model = make_toy_model();
-  auto* first = model->blocks[0]->as<ToyBlockImpl>();
-  auto* second = model->blocks[1]->as<ToyBlockImpl>();
-  second->up = second->replace_module("up", first->up);
-  context->fully_shard(model->blocks[0], {});
-  expect_refused([&] { context->fully_shard(model->blocks[1], {}); }, {"up.weight", "already belongs to unit 0"});
+TEST(Errors, TiedWeightsThatCannotBeServedAreRefusedByName) {
+  DeviceMesh mesh(World::single(), {{"dp", 1}});
+  const auto tied = [] {
+    auto model = make_toy_model();
+    auto* second = model->blocks[1]->as<ToyBlockImpl>();
+    second->up = second->replace_module("up", model->blocks[0]->as<ToyBlockImpl>()->up);
+    return model;
+  };
+  auto driven = FsdpContext::create(mesh);
+  auto model = tied();
+  driven->fully_shard(model->blocks[0], {.register_hooks = false});
+  expect_refused([&] { driven->fully_shard(model->blocks[1], {.register_hooks = false}); },
+                 {"\"up.weight\" is tied to \"up.weight\" of unit 0", "untie them in a caller-driven schedule"});
+  auto dtypes = FsdpContext::create(mesh);
+  auto other = tied();
+  dtypes->fully_shard(other->blocks[0], {});
+  expect_refused([&] { dtypes->fully_shard(other->blocks[1], {.mixed_precision = {.param_dtype = at::kBFloat16}}); },
+                 {"computes in Float", "policy says BFloat16", "agree on param_dtype"});
+  dtypes->fully_shard(other->blocks[1], {});
 }
 
 TEST(Errors, AnExceptionInForwardOnOneRankReachesTheOthersAndResetRecovers) {
@@ -182,22 +192,29 @@ TEST(Errors, StepsOverUnreducedMicrobatchesAreRefusedAndZeroGradDropsThem) {
           {}, {.placements = zero1("dp")});
 }
 
-TEST(Errors, ParametersUnfrozenOrReplacedAfterShardingAreNamed) {
+TEST(Errors, ParametersReplacedAfterShardingAreNamed) {
   run_ranks(1, [](World world) {
     auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 1}}));
-    auto model = make_toy_model();
-    auto gain = model->blocks[0]->as<ToyBlockImpl>()->gain;
-    gain.set_requires_grad(false);
-    shard_toy_model(*context, model, {});
-    (void)toy_loss(model, 1);
-    gain.set_requires_grad(true);
-    expect_refused([&] { (void)toy_loss(model, 1); }, {"\"blocks.0.gain\"", "was frozen when it was sharded"});
-    auto other = FsdpContext::create(DeviceMesh(world, {{"dp", 1}}));
     auto replaced = make_toy_model();
-    shard_toy_model(*other, replaced, {.placements = zero1("dp")});
+    shard_toy_model(*context, replaced, {.placements = ddp("dp")});
     replaced->to(at::kDouble);
     expect_refused([&] { (void)toy_loss(replaced, 1); },
                    {"no longer is the tensor that was sharded", "MixedPrecisionPolicy"});
+  });
+}
+
+TEST(Errors, GradientsOfParametersThatWereFrozenAtTheForwardAreRefused) {
+  run_ranks(1, [](World world) {
+    auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 1}}));
+    auto model = make_toy_model();
+    for (auto& p : model->blocks[0]->parameters()) p.set_requires_grad(false);
+    shard_toy_model(*context, model, {.placements = ddp("dp")});
+    (void)toy_loss(model, 1);
+    auto* block = model->blocks[0]->as<ToyBlockImpl>();
+    block->gain.set_requires_grad(true);
+    expect_refused(
+        [&] { (block->gain * 2).sum().backward(); },
+        {"\"blocks.0.gain\" of unit \"blocks.0\" received a gradient", "frozen when the last forward began"});
   });
 }
 

@@ -51,8 +51,8 @@ TEST(Order, NestedTreeWithPrefetchOfOne) {
   EXPECT_EQ(NestedRun()({}),
             "unshard <root>, unshard blocks.0, forward <root>, unshard blocks.1, forward blocks.0, reshard blocks.0, "
             "forward blocks.1, "
-            "backward <root>, unshard blocks.0, backward blocks.1, reshard blocks.1, reduce blocks.1, "
-            "backward blocks.0, reshard blocks.0, reduce blocks.0, reshard <root>, reduce <root>");
+            "backward <root>, unshard blocks.0, backward blocks.1, reduce blocks.1, reshard blocks.1, "
+            "backward blocks.0, reduce blocks.0, reshard blocks.0, reduce <root>, reshard <root>");
 }
 
 TEST(Order, WithoutPrefetchOrKeepLast) {
@@ -62,8 +62,8 @@ TEST(Order, WithoutPrefetchOrKeepLast) {
   EXPECT_EQ(NestedRun()(options),
             "unshard <root>, forward <root>, unshard blocks.0, forward blocks.0, reshard blocks.0, unshard blocks.1, "
             "forward blocks.1, reshard blocks.1, "
-            "backward <root>, unshard blocks.1, backward blocks.1, reshard blocks.1, reduce blocks.1, "
-            "unshard blocks.0, backward blocks.0, reshard blocks.0, reduce blocks.0, reshard <root>, reduce <root>");
+            "backward <root>, unshard blocks.1, backward blocks.1, reduce blocks.1, reshard blocks.1, "
+            "unshard blocks.0, backward blocks.0, reduce blocks.0, reshard blocks.0, reduce <root>, reshard <root>");
 }
 
 TEST(Order, DelayedReleaseIssuesTheNextGatherFirst) {
@@ -71,9 +71,9 @@ TEST(Order, DelayedReleaseIssuesTheNextGatherFirst) {
   options.prefetch = Prefetch::delayed_release(1);
   EXPECT_EQ(NestedRun()(options),
             "unshard <root>, forward <root>, unshard blocks.0, forward blocks.0, unshard blocks.1, forward blocks.1, "
-            "backward <root>, backward blocks.1, reshard blocks.0, reduce blocks.1, unshard blocks.0, backward "
-            "blocks.0, reshard blocks.1, reduce blocks.0, "
-            "reshard blocks.0, reduce <root>, reshard <root>");
+            "backward <root>, backward blocks.1, reduce blocks.1, reshard blocks.0, unshard blocks.0, backward "
+            "blocks.0, reduce blocks.0, reshard blocks.1, "
+            "reduce <root>, reshard blocks.0, reshard <root>");
 }
 
 TEST(Order, DelayedReductionFollowsTheNextGatherOfBackward) {
@@ -84,8 +84,8 @@ TEST(Order, DelayedReductionFollowsTheNextGatherOfBackward) {
             "unshard <root>, forward <root>, unshard blocks.0, forward blocks.0, reshard blocks.0, unshard blocks.1, "
             "forward blocks.1, "
             "backward <root>, backward blocks.1, reshard blocks.1, "
-            "unshard blocks.0, reduce blocks.1, backward blocks.0, reshard blocks.0, reshard <root>, reduce blocks.0, "
-            "reduce <root>");
+            "unshard blocks.0, reduce blocks.1, backward blocks.0, reshard blocks.0, reduce blocks.0, "
+            "reduce <root>, reshard <root>");
 }
 
 TEST(Order, RecordedOrderPrefetchesFromTheSecondIterationOn) {
@@ -96,8 +96,8 @@ TEST(Order, RecordedOrderPrefetchesFromTheSecondIterationOn) {
       NestedRun()(options, zero3("dp"), 2),
       "unshard <root>, unshard blocks.0, forward <root>, unshard blocks.1, forward blocks.0, reshard blocks.0, forward "
       "blocks.1, reshard blocks.1, "
-      "unshard blocks.1, backward <root>, unshard blocks.0, backward blocks.1, reshard blocks.1, reduce blocks.1, "
-      "backward blocks.0, reshard blocks.0, reduce blocks.0, reshard <root>, reduce <root>");
+      "unshard blocks.1, backward <root>, unshard blocks.0, backward blocks.1, reduce blocks.1, reshard blocks.1, "
+      "backward blocks.0, reduce blocks.0, reshard blocks.0, reduce <root>, reshard <root>");
 }
 
 TEST(Order, ReplicatedWeightsAreNeverDropped) {
@@ -124,10 +124,10 @@ TEST(Order, TwoRootsShareOneOrder) {
               "unshard layers.0, forward <root>, unshard layers.1, forward layers.0, reshard layers.0, "
               "unshard #1/layers.0, forward layers.1, reshard layers.1, "
               "forward #1/<root>, unshard #1/layers.1, forward #1/layers.0, reshard #1/layers.0, forward #1/layers.1, "
-              "backward #1/<root>, unshard #1/layers.0, backward #1/layers.1, reshard #1/layers.1, reduce #1/layers.1, "
-              "unshard layers.1, backward #1/layers.0, reshard #1/layers.0, reduce #1/layers.0, "
-              "backward <root>, unshard layers.0, backward layers.1, reshard layers.1, reduce layers.1, "
-              "backward layers.0, reshard layers.0, reduce layers.0");
+              "backward #1/<root>, unshard #1/layers.0, backward #1/layers.1, reduce #1/layers.1, reshard #1/layers.1, "
+              "unshard layers.1, backward #1/layers.0, reduce #1/layers.0, reshard #1/layers.0, "
+              "backward <root>, unshard layers.0, backward layers.1, reduce layers.1, reshard layers.1, "
+              "backward layers.0, reduce layers.0, reshard layers.0");
   });
 }
 
@@ -150,8 +150,8 @@ TEST(Order, PrefetchListsGatherWhatTheUserNames) {
         "forward layers.1, "
         "reshard layers.1, forward layers.2, reshard layers.2, backward <root>, unshard layers.2, unshard layers.0, "
         "backward layers.2, "
-        "reshard layers.2, reduce layers.2, unshard layers.1, backward layers.1, reshard layers.1, reduce layers.1, "
-        "backward layers.0, reshard layers.0, reduce layers.0");
+        "reduce layers.2, reshard layers.2, unshard layers.1, backward layers.1, reduce layers.1, reshard layers.1, "
+        "backward layers.0, reduce layers.0, reshard layers.0");
   });
 }
 

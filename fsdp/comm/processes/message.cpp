@@ -15,6 +15,7 @@ Header header_of(const Collective& operation) {
   header.peer = operation.peer;
   header.count = operation.count;
   header.sequence = operation.sequence;
+  header.stamp = operation.stamp;
   return header;
 }
 
@@ -27,6 +28,7 @@ Collective Message::operation() const {
   operation.peer = header.peer;
   operation.count = header.count;
   operation.sequence = header.sequence;
+  operation.stamp = header.stamp;
   operation.label = text.c_str();
   return operation;
 }

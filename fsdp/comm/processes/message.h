@@ -31,6 +31,7 @@ struct Header {
   std::uint64_t group = 0;  // id; of the world for failure
   std::int64_t count = 0;
   std::int64_t sequence = 0;
+  Stamp stamp = {};
   std::int32_t epoch = 0;     // resets of the group before
   std::int32_t data_tag = 0;  // of the data that comes apart
   std::int32_t peer = 0;
