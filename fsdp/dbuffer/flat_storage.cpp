@@ -45,7 +45,12 @@ c10::DataPtr FlatStorage::detach() {
   return data;
 }
 
-c10::DataPtr FlatStorage::borrow() const { return {data(), storage_.device()}; }
+c10::DataPtr FlatStorage::borrow() const {
+  auto* impl = storage_.unsafeGetStorageImpl();
+  c10::raw::intrusive_ptr::incref(impl);
+  return {data(), impl, [](void* owner) { c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(owner)); },
+          storage_.device()};
+}
 
 void* FlatStorage::data() const { return storage_.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get(); }
 

@@ -22,7 +22,7 @@ class FlatStorage {
   void set_released_message(const std::string& message);
   void attach(c10::DataPtr data);             // takes ownership
   c10::DataPtr detach();                      // gives it back; the storage is released afterwards
-  [[nodiscard]] c10::DataPtr borrow() const;  // the same memory, for another storage that must not outlive this one
+  [[nodiscard]] c10::DataPtr borrow() const;  // the same memory for another storage, which keeps this one alive
   [[nodiscard]] bool attached() const { return attached_; }
 
   [[nodiscard]] void* data() const;  // null while released, and on devices without data

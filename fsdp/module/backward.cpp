@@ -25,12 +25,10 @@ void Scheduler::ensure_backward_started(FsdpModule& unit) {
   FSDP_CHECK(!backward_active_, UsageError,
              "the previous backward ended with an exception (or this one runs inside another): call context->reset() "
              "on every rank before going on");
-  FSDP_CHECK(leaf_versions() == leaf_versions_ || !awaiting_backward_, UsageError,
-             "the leaves were written between a forward and its backward, which would use weights of both: write them "
-             "after the backward");
+  note_weight_versions();
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
   selective_backward_ = chosen != nullptr && !chosen->empty();
-  if (at::GradMode::is_enabled()) watched_before_backward_ = backward_watch::enter(nullptr);
+  if (at::GradMode::is_enabled()) watched_before_backward_ = backward_watch::enter(nullptr, 0);
   backward_active_ = true;
   graph_task_ = task;
   begin_pass(Phase::backward);
@@ -43,39 +41,51 @@ void Scheduler::ensure_backward_started(FsdpModule& unit) {
 
 void Scheduler::pre_backward(FsdpModule& unit) {
   ensure_backward_started(unit);
-  if (unit.in_backward_ && current(unit)) return;
+  if (unit.in_backward_ && current(unit)) return wait_for_weights(unit);  // perhaps only prefetched
   if (unit.nodes_generation_ == generation_) pass_units_made_after(unit.end_of_nodes_, unit);
   if (const int parent = parent_[unit.index()];
       parent >= 0 && !units_[parent]->in_backward_ && !units_[parent]->finished_) {
     pre_backward(*units_[parent]);  // outer before inner, whichever hook came first
   }
+  drop_finished_before(unit);
   need(unit, Phase::backward);
   if (!unit.in_backward_) begin_backward_of(unit);
 }
 
-void Scheduler::begin_backward_of(FsdpModule& unit) {
-  // Units whose gradients are complete have hardly anything left to run. Should a node of theirs need weights all the
-  // same, it gathers them again.
+// Units whose gradients are complete have hardly anything left to run. Should a node of theirs need weights all the
+// same, it gathers them again.
+void Scheduler::drop_finished_before(const FsdpModule& next) {
   for (FsdpModule* other : in_backward_) {
-    if (other->gathered_ && gradients_complete(*other) && !encloses(*other, unit)) reshard(*other);
+    if (other != &next && other->gathered_ && gradients_complete(*other) && !encloses(*other, next)) reshard(*other);
   }
+}
+
+void Scheduler::begin_backward_of(FsdpModule& unit) {
   unit.in_backward_ = true;
   unit.finished_ = false;
   in_backward_.push_back(&unit);
   line_up(unit);
   if (const int depth = recompute_state().depth; depth > 0) began_nested_.emplace_back(&unit, depth);
-  if (at::GradMode::is_enabled()) backward_watch::enter(&unit);  // nodes of a second backward are the unit's as well
+  if (at::GradMode::is_enabled())
+    backward_watch::enter(&unit, unit.weight_version_);  // nodes of a second backward are the unit's as well
   unit.backward_span_ = issue_compute_span(unit.names_.backward_compute);
 }
 
 // The hooks on outputs come first; this is for backwards that enter elsewhere, and to see that units have been passed.
 // Exceptions cannot leave from here.
-void Scheduler::before_node(FsdpModule& unit, std::uint64_t number) {
+void Scheduler::before_node(FsdpModule& unit, std::uint64_t number, std::uint64_t version) {
   Scheduler& scheduler = unit.scheduler_;
-  if (!unit.options().register_hooks || unit.finished_) return;
+  if (!unit.options().register_hooks) return;
   try {
-    if (scheduler.backward_active_) scheduler.pass_units_made_after(number, unit);
-    if (!unit.in_backward_ || !scheduler.current(unit)) scheduler.pre_backward(unit);
+    if (!unit.finished_) {
+      if (scheduler.backward_active_) scheduler.pass_units_made_after(number, unit);
+      if (!unit.in_backward_ || !scheduler.current(unit) || !scheduler.waited_for(unit)) scheduler.pre_backward(unit);
+    }
+    FSDP_CHECK(
+        version == unit.weight_version_, UsageError,
+        "the weights of unit \"{}\" were written between a forward and its backward, which would use those of both: "
+        "write them after the backward",
+        unit.name());
   } catch (const std::exception& error) {
     if (!scheduler.backward_error_) scheduler.backward_error_ = std::current_exception();
     for (auto& group : unit.groups_) group->explain_release(error.what());  // what the node then throws
@@ -184,7 +194,9 @@ void Scheduler::end_of_backward() {
   recorded_.end();
   join();
   backward_active_ = false;
-  if (at::GradMode::is_enabled()) backward_watch::enter(watched_before_backward_);
+  if (at::GradMode::is_enabled())
+    backward_watch::enter(watched_before_backward_,
+                          watched_before_backward_ == nullptr ? 0 : watched_before_backward_->weight_version_);
   // Gradients for chosen inputs are no microbatch: its backward is still to come.
   if (selective_backward_ && !reduced) return;
   end_of_microbatch();

@@ -17,6 +17,7 @@ namespace {
 struct Segment {
   std::uint64_t begin;
   FsdpModule* unit;
+  std::uint64_t version;  // of its weights
 };
 
 // Of one thread that runs forwards: numbers are counted per thread.
@@ -75,11 +76,11 @@ Segments* segments_of(std::uint64_t thread) {
   return cache.segments.get();
 }
 
-FsdpModule* find(Segments& segments, std::uint64_t number) {
+Segment find(Segments& segments, std::uint64_t number) {
   std::lock_guard lock(segments.mutex);
   const auto after = std::upper_bound(segments.list.begin(), segments.list.end(), number,
                                       [](std::uint64_t n, const Segment& segment) { return n < segment.begin; });
-  return after == segments.list.begin() ? nullptr : std::prev(after)->unit;
+  return after == segments.list.begin() ? Segment{0, nullptr, 0} : *std::prev(after);
 }
 
 std::unique_ptr<at::ObserverContext> before_node(const at::RecordFunction& node) {
@@ -87,7 +88,8 @@ std::unique_ptr<at::ObserverContext> before_node(const at::RecordFunction& node)
   Segments* segments = segments_of(node.forwardThreadId());
   if (segments == nullptr) return nullptr;
   const auto number = static_cast<std::uint64_t>(node.seqNr());
-  if (FsdpModule* unit = find(*segments, number)) callback_of_all.load(std::memory_order_relaxed)(*unit, number);
+  const Segment segment = find(*segments, number);
+  if (segment.unit != nullptr) callback_of_all.load(std::memory_order_relaxed)(*segment.unit, number, segment.version);
   return nullptr;
 }
 
@@ -102,15 +104,15 @@ void install(Callback callback) {
 
 std::uint64_t next_number() { return at::sequence_number::peek(); }
 
-FsdpModule* enter(FsdpModule* unit) {
+FsdpModule* enter(FsdpModule* unit, std::uint64_t version) {
   Segments& segments = own_segments();
   std::lock_guard lock(segments.mutex);
   FsdpModule* previous = std::exchange(segments.current, unit);
   const std::uint64_t now = at::sequence_number::peek();
   auto& list = segments.list;
   if (!list.empty() && list.back().begin == now) list.pop_back();  // nothing was made meanwhile
-  const bool same = list.empty() ? unit == nullptr : list.back().unit == unit;
-  if (!same) list.push_back({now, unit});
+  const bool same = list.empty() ? unit == nullptr : list.back().unit == unit && list.back().version == version;
+  if (!same) list.push_back({now, unit, version});
   if (list.size() > kMaximumSegments)
     list.erase(list.begin(), list.begin() + static_cast<std::ptrdiff_t>(kMaximumSegments / 2));
   return previous;

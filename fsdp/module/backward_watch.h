@@ -18,12 +18,13 @@ namespace backward_watch {
 // number to the lowest: what was made later is needed first.
 [[nodiscard]] std::uint64_t next_number();
 
-// Nodes that the calling thread makes from now on belong to `unit` (null: to none). Returns whose they were before.
-FsdpModule* enter(FsdpModule* unit);
+// Nodes that the calling thread makes from now on belong to `unit` (null: to none), whose weights have this version.
+// Returns whose they were before.
+FsdpModule* enter(FsdpModule* unit, std::uint64_t version);
 
-// Called before each node of a unit runs in a backward, with the node's number. Set once, before the first `enter`;
-// must not throw.
-using Callback = void (*)(FsdpModule& unit, std::uint64_t number);
+// Called before each node of a unit runs in a backward, with the node's number and the version of the weights when it
+// was made. Set once, before the first `enter`; must not throw.
+using Callback = void (*)(FsdpModule& unit, std::uint64_t number, std::uint64_t version);
 void install(Callback callback);
 
 // The unit is going: its nodes belong to none. From any thread, with no backward under way.

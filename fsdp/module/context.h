@@ -106,7 +106,7 @@ class FsdpContext : public std::enable_shared_from_this<FsdpContext> {
   // ranks call it. Blocks the host.
   void reset();
 
-  // Weights of a unit gathered for reading while the scope lives.
+  // Weights of a unit gathered for reading while the scope lives, as they were when it began.
   class [[nodiscard]] UnshardScope {
    public:
     explicit UnshardScope(FsdpModule& unit);

@@ -40,7 +40,7 @@ FsdpModule* find_unit(const torch::nn::Module& module) {
 
 ForwardScope::ForwardScope(FsdpModule& unit) : unit_(unit) {
   unit_.scheduler_.pre_forward(unit_);
-  enclosing_ = backward_watch::enter(&unit_);
+  enclosing_ = backward_watch::enter(&unit_, unit_.weight_version_);
   first_node_ = backward_watch::next_number();
 }
 
@@ -51,8 +51,12 @@ void ForwardScope::start() {
 
 ForwardScope::~ForwardScope() {
   if (finished_) return;
-  backward_watch::enter(enclosing_);
+  leave();
   unit_.scheduler_.abandon_forward(unit_);
+}
+
+void ForwardScope::leave() {
+  backward_watch::enter(enclosing_, enclosing_ == nullptr ? 0 : enclosing_->weight_version_);
 }
 
 void ForwardScope::take_input(at::Tensor& input) {
@@ -84,7 +88,7 @@ void ForwardScope::watch_output(const at::Tensor& output) {
 
 void ForwardScope::finish() {
   finished_ = true;
-  backward_watch::enter(enclosing_);
+  leave();
   if (span_ != nullptr) span_->end = unit_.scheduler_.compute_stream().now();
   unit_.scheduler_.post_forward(unit_, backward_expected_, first_node_);
 }

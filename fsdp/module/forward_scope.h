@@ -37,6 +37,7 @@ class ForwardScope {
 
  private:
   void watch_output(const at::Tensor& output);
+  void leave();  // what follows belongs to the enclosing forward again
 
   FsdpModule& unit_;
   FsdpModule* enclosing_ = nullptr;  // whose forward this one interrupts

@@ -102,6 +102,7 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
   bool gathered_ = false;  // or on their way: `gathered_event_` says when
   Event gathered_event_;
   std::int64_t epoch_ = -1;      // of the weights that are gathered
+  bool waited_ = false;          // compute has waited for `gathered_event_`
   bool kept_ = false;            // counted in the keep budget
   int pins_ = 0;                 // scopes that read the weights: no release meanwhile
   bool release_queued_ = false;  // a delayed release; `read_event_` is where its readers ended
@@ -130,6 +131,8 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
   // Numbers of the nodes that its tracked forwards made since the last backward ended (backward_watch.h).
   std::uint64_t first_node_ = 0, end_of_nodes_ = 0;
   std::int64_t nodes_generation_ = -1;  // the scheduler's, when they were noted
+  // Grows with every write to its leaves, and to its lenders', as far as writes can be seen.
+  std::uint64_t weight_version_ = 0;
   bool last_microbatch_ = true;
   int slot_ = -1;
   Event packed_event_;            // where packing of the gradients ends on the compute stream

@@ -83,6 +83,18 @@ FsdpParameterGroup::FsdpParameterGroup(FsdpModule& unit, std::shared_ptr<const S
 
 FsdpParameterGroup::~FsdpParameterGroup() {
   for (auto& accumulator : accumulators_) accumulator->detach_from_group();
+  // The module's tensors may live on. Weights that rest whole and are current stay readable.
+  explain_release(
+      fmt::format("the FsdpContext that sharded parameter \"{}\" was destroyed, and the weights with it: keep the "
+                  "context as long as "
+                  "the model is used",
+                  parameters_.front().name));
+}
+
+std::int64_t FsdpParameterGroup::weight_version() const {
+  std::int64_t sum = noted_writes_;
+  for (const auto& p : parameters_) sum += static_cast<std::int64_t>(p.leaf._version());
+  return sum;
 }
 
 const PlacementList& FsdpParameterGroup::optimizer_placements() const { return strategy_.optimizer; }

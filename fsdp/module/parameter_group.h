@@ -63,6 +63,9 @@ class FsdpParameterGroup {
   [[nodiscard]] const GlobalLayout& layout() const { return *layout_; }
   [[nodiscard]] const PlacementList& optimizer_placements() const;
   [[nodiscard]] const DBuffer& main_weight() const { return main_weight_; }
+  // Grows with every in-place write to a leaf, and with `note_write` by whoever writes without moving their versions.
+  [[nodiscard]] std::int64_t weight_version() const;
+  void note_write() { ++noted_writes_; }
   [[nodiscard]] bool on_meta() const { return on_meta_; }
   [[nodiscard]] const Strategy& strategy() const { return strategy_; }
   // Throws UsageError when a forward would use the wrong weights: no values yet, or tensors replaced.
@@ -172,6 +175,7 @@ class FsdpParameterGroup {
   bool refresh_needed_ = false;  // main and model weight are not the same memory
   double divisor_ = 1;
   std::int64_t epoch_ = -1;  // of the model weight
+  std::int64_t noted_writes_ = 0;
   std::string released_message_;
   PlacementList replicated_;
   // Of gradients before any reduction, between microbatches, and in the end. Replicate on an axis of one rank, where

@@ -182,9 +182,13 @@ struct FirstRun::State {
   at::ThreadLocalState thread_state;
   at::Tensor random = random_state();
   bool tracked_later = std::exchange(recompute_state().tracks_later, true);
+  const FsdpModule* first_unit = std::exchange(recompute_state().first_unit, nullptr);
   std::optional<at::NoGradGuard> no_grad;
 
-  ~State() { recompute_state().tracks_later = tracked_later; }
+  ~State() {
+    recompute_state().tracks_later = tracked_later;
+    recompute_state().first_unit = first_unit;
+  }
 };
 
 FirstRun::FirstRun() : state_(std::make_unique<State>()) { state_->no_grad.emplace(); }

@@ -7,11 +7,13 @@
 
 namespace fsdp {
 
+class FsdpModule;
 class Scheduler;
 
 struct RecomputeState {
   // A first run of the function, untracked, whose results will have a backward all the same.
   bool tracks_later = false;
+  const FsdpModule* first_unit = nullptr;  // that it has run
   // Backwards of recomputed functions under way, one inside the other. Autograd runs each as a graph task of its own.
   int depth = 0;
   int outermost_task = -1;  // graph task in which the outermost of them runs

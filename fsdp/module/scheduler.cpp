@@ -65,7 +65,7 @@ void Scheduler::begin_epoch_if_needed() {
   follow_requires_grad();
   stamp_operations();
   // Several forwards before one backward (two roots, a module run twice) read the same weights, unless a leaf changed.
-  const auto versions = leaf_versions();
+  const auto versions = note_weight_versions();
   // An optimizer needs gradients, so where there were none when the epoch began, none has stepped since.
   const bool shared = awaiting_backward_ && !gradients_at_epoch_start_;
   if (versions == leaf_versions_ && epoch_ > 0 && (shared || !weights_may_change_)) return;
@@ -95,15 +95,27 @@ void Scheduler::stamp_operations() {
   }
 }
 
-// Grows with every in-place write to a leaf.
-std::int64_t Scheduler::leaf_versions() const {
-  std::int64_t sum = foreign_writes_;
-  for (const auto& unit : units_) {
-    for (const auto& group : unit->groups()) {
-      for (const auto& p : group->parameters()) sum += p.leaf._version();
+std::int64_t Scheduler::note_weight_versions() {
+  std::int64_t sum = 0;
+  for (auto& unit : units_) {
+    unit->weight_version_ = 0;
+    for (const auto& group : unit->groups())
+      unit->weight_version_ += static_cast<std::uint64_t>(group->weight_version());
+    sum += static_cast<std::int64_t>(unit->weight_version_);
+  }
+  for (auto& unit : units_) {
+    for (const FsdpModule* lender : unit->lenders_) {
+      for (const auto& group : lender->groups())
+        unit->weight_version_ += static_cast<std::uint64_t>(group->weight_version());
     }
   }
   return sum;
+}
+
+void Scheduler::weights_changed() {
+  for (auto& unit : units_) {
+    for (auto& group : unit->groups()) group->note_write();
+  }
 }
 
 bool Scheduler::current(const FsdpModule& unit) const {
@@ -140,6 +152,7 @@ void Scheduler::gather_own(FsdpModule& unit) {
   gather_stream_.record(unit.gathered_event_);
   if (span != nullptr) span->end = gather_stream_.now();
   unit.gathered_ = true;
+  unit.waited_ = false;
   unit.epoch_ = epoch_;
   if (unit.releasable_) {
     gathered_bytes_ += unit.gathered_bytes_;
@@ -257,8 +270,22 @@ void Scheduler::need(FsdpModule& unit, std::optional<Phase> phase) {
   issue_gather(unit);
   if (phase) prefetch_after(unit, *phase);
   if (phase == Phase::backward) drain_delayed_reductions();
-  compute_stream().wait(unit.gathered_event_);
-  for (const FsdpModule* lender : unit.lenders_) compute_stream().wait(lender->gathered_event_);
+  wait_for_weights(unit);
+}
+
+void Scheduler::wait_for_weights(FsdpModule& unit) {
+  const Stream compute = compute_stream();
+  compute.wait(unit.gathered_event_);
+  unit.waited_ = true;
+  for (FsdpModule* lender : unit.lenders_) {
+    compute.wait(lender->gathered_event_);
+    lender->waited_ = true;
+  }
+}
+
+bool Scheduler::waited_for(const FsdpModule& unit) const {
+  return (unit.waited_ || unit.groups_.empty()) &&
+         std::all_of(unit.lenders_.begin(), unit.lenders_.end(), [](auto* lender) { return lender->waited_; });
 }
 
 void Scheduler::unshard(FsdpModule& unit, std::optional<Phase> prefetch) {
@@ -324,6 +351,15 @@ void Scheduler::pre_forward(FsdpModule& unit) {
              "unit \"{}\" has buffers on the meta device and without values: call context->materialize(init) first",
              unit.name());
   if (forward_depth_ == 0) begin_outermost_forward();
+  if (options_.skipped_units == SkippedUnits::participate && recompute_state().tracks_later) {
+    const FsdpModule*& first = recompute_state().first_unit;
+    FSDP_CHECK(
+        first == nullptr || first == &unit, UsageError,
+        "SkippedUnits::participate: units \"{}\" and \"{}\" run inside one recomputed function, whose second run "
+        "would gather them in another order than ranks that skip them: recompute each unit by itself",
+        first->name(), unit.name());
+    first = &unit;
+  }
   catch_up(backward_task() == -1 ? Phase::forward : Phase::backward, unit.index());
   issue_gather(unit);
   if (unit.forwards_left_ == 0) unit.forwards_left_ = static_cast<int>(unit.modules_.size());

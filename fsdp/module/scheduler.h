@@ -61,11 +61,8 @@ class Scheduler {
   void reduce(FsdpModule& unit);
   void launch_queued(FsdpModule& unit);  // a delayed reduction whose unit needs its window again
   void finish_grad_sync();
-  void weights_changed() { ++foreign_writes_; }
-  void optimizer_stepped() {
-    ++foreign_writes_;
-    ++updates_;
-  }
+  void weights_changed();
+  void optimizer_stepped() { ++updates_; }
   void check_gradients_reduced(const char* action) const;  // throws UsageError naming the unit
   void drop_accumulated();
   void reset();
@@ -113,7 +110,7 @@ class Scheduler {
   void begin_outermost_forward();
   void end_outermost_forward();
   void begin_epoch_if_needed();
-  [[nodiscard]] std::int64_t leaf_versions() const;
+  std::int64_t note_weight_versions();  // of all units; returns their sum
   [[nodiscard]] bool any_gradient_defined() const;
   void follow_requires_grad();
   void stamp_operations();  // with the microbatch they belong to
@@ -121,16 +118,20 @@ class Scheduler {
   void need(FsdpModule& unit, std::optional<Phase> phase);
   void prefetch_after(FsdpModule& unit, Phase phase);
   [[nodiscard]] bool current(const FsdpModule& unit) const;  // its weights, and those it borrows, are on their way
-  void issue_gather(FsdpModule& unit);                       // and those of its lenders
+  void wait_for_weights(FsdpModule& unit);                   // the current stream
+  [[nodiscard]] bool waited_for(const FsdpModule& unit) const;
+  void issue_gather(FsdpModule& unit);  // and those of its lenders
   void gather_own(FsdpModule& unit);
   void release(FsdpModule& unit);  // unless pinned
   void drop(FsdpModule& unit);     // in any case, for its own sake and its lenders'; not while it is borrowed from
   void drop_own(FsdpModule& unit);
+  void drop_finished_before(const FsdpModule& next);
   void rest(FsdpModule& unit);  // whole weights that rest but are not current become unreadable
   void release_all();
   [[nodiscard]] bool keep_after_forward(FsdpModule& unit, bool backward_expected);
 
-  static void before_node(FsdpModule& unit, std::uint64_t number);  // any node of the unit's forward, in backward
+  // Any node of the unit's forward, in backward; `version`: of the weights that the forward saw.
+  static void before_node(FsdpModule& unit, std::uint64_t number, std::uint64_t version);
   void note_nodes(FsdpModule& unit, std::uint64_t begin) const;
   // Ends the backward of units whose nodes all have numbers of at least `number`, for those have run.
   void pass_units_made_after(std::uint64_t number, const FsdpModule& next);
@@ -191,9 +192,8 @@ class Scheduler {
   bool weights_may_change_ = true;  // outside of a step: between its last and the next first microbatch
   bool awaiting_backward_ = false;  // a forward of this epoch will have one
   bool gradients_at_epoch_start_ = false;
-  std::int64_t leaf_versions_ = 0;   // when the epoch started
-  std::int64_t foreign_writes_ = 0;  // announced by whoever writes leaves without moving their versions
-  std::int32_t updates_ = 0;         // steps of the library's own optimizers
+  std::int64_t leaf_versions_ = 0;  // when the epoch started
+  std::int32_t updates_ = 0;        // steps of the library's own optimizers
   int forward_depth_ = 0;
   bool backward_active_ = false;
   int graph_task_ = -1;

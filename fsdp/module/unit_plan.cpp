@@ -102,7 +102,12 @@ void Scheduler::plan_parameter(UnitPlan& plan, const at::Tensor& parameter, cons
              runtime().device().str());
   if (parameter.numel() > 0) {
     const auto [begin, end] = byte_range(parameter);
-    const auto* storage = parameter.storage().unsafeGetStorageImpl();
+    auto* storage = parameter.storage().unsafeGetStorageImpl();
+    FSDP_CHECK(
+        parameter.is_meta() || storage->_mutable_data_ptr_no_checks().get() != nullptr, UsageError,
+        "fully_shard: parameter \"{}\" has no data: the FsdpContext that sharded it was destroyed. Keep a context as "
+        "long as its model, or build the model anew",
+        name);
     for (const FormerMemory& former : former_memory_) {
       if (former.storage._unsafe_get_target() != storage || begin >= former.end || end <= former.begin) continue;
       const auto owner = owners_.at(former.parameter);

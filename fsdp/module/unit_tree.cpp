@@ -60,10 +60,12 @@ void Scheduler::name_units() {
     for (auto& group : unit->groups_) group->set_names(prefixes);
     for (auto& buffer : unit->buffers_) buffer.name = prefixes[buffer.module_index] + buffer.name;
   }
-  for (const auto& [module, path] : paths) {
-    const std::string prefix = path.empty() || path.ends_with("/") ? path : path + ".";
-    for (const auto& item : module->named_parameters(/*recurse=*/false)) {
-      if (item.value().defined()) parameter_names_.emplace(prefix + item.key(), item.value().unsafeGetTensorImpl());
+  for (std::size_t r = 0; r < tree_.roots.size(); ++r) {  // every path, also of modules that are registered twice
+    const std::string prefix = r == 0 ? "" : fmt::format("#{}/", r);
+    for (const auto& module : units_[tree_.roots[r]]->modules_) {
+      for (const auto& item : module->named_parameters()) {
+        if (item.value().defined()) parameter_names_.emplace(prefix + item.key(), item.value().unsafeGetTensorImpl());
+      }
     }
   }
 }

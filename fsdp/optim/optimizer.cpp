@@ -106,6 +106,7 @@ void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
       done[k] = true;
       const at::Tensor gradient = run.group->gradient_slice(run.range);
       if (!run.group->parameters()[run.parameters.front()].leaf.grad().defined()) continue;  // no rank used it
+      run.group->note_write();
       runs.push_back(&run);
       gradients.push_back(gradient.to(run.weight.scalar_type()));
     }

@@ -147,6 +147,24 @@ TEST(Presets, HaveTheSizesOfTheirNames) {
   EXPECT_FALSE(find_preset("9B").has_value());
 }
 
+TEST(Transformer, RecomputedBlocksGiveEqualGradients) {
+  auto config = kSmall;
+  Transformer plain(config);
+  config.recompute = true;
+  Transformer recomputed(config);
+  at::NoGradGuard no_grad;
+  for (auto& item : plain->named_parameters()) recomputed->named_parameters()[item.key()].copy_(item.value());
+  const auto tokens = random_tokens(2, 7), targets = random_tokens(2, 7);
+  at::AutoGradMode grad_mode(true);
+  const auto a = plain->loss(tokens, targets), b = recomputed->loss(tokens, targets);
+  EXPECT_TRUE(at::equal(a, b));
+  a.backward();
+  b.backward();
+  for (auto& item : plain->named_parameters()) {
+    EXPECT_TRUE(at::equal(recomputed->named_parameters()[item.key()].grad(), item.value().grad())) << item.key();
+  }
+}
+
 TEST(Sampling, IsRepeatableAndCropsTheContext) {
   Transformer model(kSmall);
   const SamplingOptions options{.length = 30, .temperature = 1.0, .seed = 9};  // longer than max_context

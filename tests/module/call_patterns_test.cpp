@@ -4,6 +4,7 @@
 #include <ATen/ops/linear.h>
 #include <torch/autograd.h>
 #include <torch/nn/modules/container/modulelist.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
 #include <map>
@@ -396,21 +397,152 @@ TEST(CallPatterns, UserHooksOnParametersSeeTheLocalGradientOnce) {
   }
 }
 
+// Whatever ran in between, a graph's backward sees the weights of its forward or is refused.
 TEST(CallPatterns, WeightsWrittenBetweenForwardAndBackwardAreRefused) {
-  run_toy(2, [](ToyRank& r) {
-    Sgd optimizer(*r.context, {.learning_rate = 0.1});
-    toy_loss(r.model, 1).backward();
-    auto loss = toy_loss(r.model, 2);
-    optimizer.step();
-    try {
-      loss.backward();
-      ADD_FAILURE() << "no error";
-    } catch (const UsageError& error) {
-      EXPECT_NE(std::string(error.what()).find("written between a forward and its backward"), std::string::npos);
+  const std::vector<std::function<void(ToyRank&)>> writes{
+      [](ToyRank& r) { Sgd(*r.context, {.learning_rate = 0.1}).step(); },
+      [](ToyRank& r) { torch::optim::AdamW(r.context->parameters()).step(); },
+      [](ToyRank& r) {
+        at::NoGradGuard no_grad;
+        for (auto& leaf : r.context->parameters()) leaf.mul_(0.5);
+      }};
+  for (const auto& strategy : {ddp("dp"), zero1("dp"), zero3("dp")}) {
+    for (std::size_t w = 0; w < writes.size(); ++w) {
+      for (int between : {0, 1, 2}) {  // another backward; an evaluation; the same graph's first backward
+        run_toy(2,
+                [&](ToyRank& r) {
+                  auto a = toy_loss(r.model, 1), b = toy_loss(r.model, 2);
+                  if (between == 2)
+                    b.backward({}, /*keep_graph=*/true);
+                  else
+                    a.backward();
+                  writes[w](r);
+                  if (between == 1) {
+                    at::NoGradGuard no_grad;
+                    (void)toy_loss(r.model, 3);
+                  }
+                  try {
+                    b.backward();
+                    ADD_FAILURE() << "no error: " << strategy.name << " " << w << " " << between;
+                  } catch (const std::exception& error) {
+                    EXPECT_NE(std::string(error.what()).find("were written between a forward and its backward"),
+                              std::string::npos)
+                        << error.what();
+                  }
+                  r.context->reset();
+                  toy_loss(r.model, 1).backward();
+                },
+                {}, {.placements = strategy});
+      }
     }
-    r.context->reset();
-    toy_loss(r.model, 1).backward();
+  }
+}
+
+// As in adversarial training: the critic steps while the generator's graph waits.
+TEST(CallPatterns, OneModelMayStepWhileTheGraphOfAnotherWaits) {
+  run_ranks(2, [](World world) {
+    auto c = pairs({});
+    auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}));
+    auto generator = c.make(), critic = filled(Pairs(), 50);
+    c.shard(*context, generator);
+    c.shard(*context, critic);
+    auto generator_reference = c.make(), critic_reference = filled(Pairs(), 50);
+    std::vector<at::Tensor> leaves;
+    for (auto& [name, leaf] : context->named_parameters()) {
+      if (name.starts_with("#1/")) leaves.push_back(leaf);
+    }
+    torch::optim::SGD optimizer(leaves, 0.1), reference_optimizer(critic_reference->parameters(), 0.1);
+    const int rank = static_cast<int>(world.rank().value());
+    std::vector<at::Tensor> fakes;
+    for (int r = 0; r < 2; ++r) {
+      fakes.push_back(generator_reference->forward(input(r)));
+      (critic_reference->forward(fakes[r].detach()).square().sum() / 2).backward();
+    }
+    reference_optimizer.step();
+    for (int r = 0; r < 2; ++r) (critic_reference->forward(fakes[r]).sum() / 2).backward();
+    const auto fake = generator->forward(input(rank));
+    critic->forward(fake.detach()).square().sum().backward();
+    optimizer.step();
+    critic->forward(fake).sum().backward();
+    for (auto& item : generator_reference->named_parameters())
+      EXPECT_TRUE(at::allclose(context->full_gradient(item.key()), item.value().grad(), 1e-5, 1e-6)) << item.key();
   });
+}
+
+// Dropped and prefetched again while its backward is under way: every read waits for the gather.
+TEST(CallPatterns, FrozenUnitsUsedTwiceWaitForTheirSecondGather) {
+  struct WideImpl : torch::nn::Module {
+    explicit WideImpl(bool frozen) {
+      for (int i = 0; i < 4; ++i)
+        weights.push_back(register_parameter("w" + std::to_string(i), at::ones({256, 256}), !frozen));
+    }
+    at::Tensor forward(at::Tensor x) {
+      for (auto& w : weights) x = at::linear(x, w).tanh();
+      return x;
+    }
+    std::vector<at::Tensor> weights;
+  };
+  using Wide = torch::nn::ModuleHolder<Hooked<WideImpl>>;
+  struct ModelImpl : torch::nn::Module {
+    ModelImpl() {
+      scale = register_parameter("scale", at::ones({}));
+      for (int i = 0; i < 5; ++i) {
+        units.emplace_back(std::make_shared<Hooked<WideImpl>>(i < 2));
+        register_module("unit" + std::to_string(i), units.back());
+      }
+    }
+    at::Tensor forward(at::Tensor x) {
+      x = x * scale;
+      for (int i : {0, 1, 2, 3, 4, 0, 1}) x = units[i]->forward(x);
+      return x.sum();
+    }
+    at::Tensor scale;
+    std::vector<Wide> units;
+  };
+  using Model = torch::nn::ModuleHolder<Hooked<ModelImpl>>;
+  UnshardedCase<Model> c;
+  c.make = [] {
+    auto model = filled(Model(std::make_shared<Hooked<ModelImpl>>()));
+    at::NoGradGuard no_grad;
+    for (auto& p : model->parameters()) p.mul_(0.2);
+    return model;
+  };
+  c.shard = [](FsdpContext& context, Model& model) {
+    for (auto& unit : model->units) context.fully_shard(unit, {});
+    context.fully_shard(model, {});
+  };
+  c.run_backward = [](Model& model, int rank) { model->forward(random({2, 256}, rank)).backward(); };
+  c.tolerance = 1e-4;
+  for (const auto& options : prefetches()) {
+    c.context = options;
+    c.context.inline_limit = Bytes(0);
+    expect_equals_unsharded(c, {2, 3});
+  }
+}
+
+TEST(CallPatterns, ModulesRegisteredTwiceAreOneUnitWithBothNames) {
+  struct TwiceImpl : torch::nn::Module {
+    TwiceImpl() {
+      Pair a, b;
+      for (auto& pair : {a, b, a}) list->push_back(pair);
+      register_module("list", list);
+    }
+    at::Tensor forward(at::Tensor x) {
+      for (auto& pair : *list) x = x + pair->as<Hooked<PairImpl>>()->forward(x);
+      return x;
+    }
+    torch::nn::ModuleList list;
+  };
+  using Twice = torch::nn::ModuleHolder<Hooked<TwiceImpl>>;
+  UnshardedCase<Twice> c;
+  c.make = [] { return filled(Twice(std::make_shared<Hooked<TwiceImpl>>())); };
+  c.shard = [](FsdpContext& context, Twice& model) {
+    context.fully_shard(ModuleRef(model->list->ptr(0)), {});
+    context.fully_shard(ModuleRef(model->list->ptr(1)), {});
+    context.fully_shard(model, {});
+  };
+  c.run_backward = [](Twice& model, int rank) { model->forward(input(rank)).square().sum().backward(); };
+  expect_equals_unsharded(c);
 }
 
 TEST(CallPatterns, TwoRootsShareAContext) {

@@ -332,6 +332,37 @@ TEST(Lifecycle, AGraphMayOutliveItsContext) {
   });
 }
 
+TEST(Lifecycle, AModelOutlivesItsContextWithItsWeightsOrWithAMessage) {
+  run_ranks(1, [](World world) {
+    const DeviceMesh mesh(world, {{"dp", 1}});
+    for (const Strategy& strategy : {ddp("dp"), zero1("dp"), zero3("dp")}) {
+      auto model = make_toy_model();
+      {
+        auto context = FsdpContext::create(mesh);
+        shard_toy_model(*context, model, {.placements = strategy});
+        toy_loss(model, 1).backward();
+      }
+      auto again = FsdpContext::create(mesh);
+      if (strategy.name == "ddp") {  // main weights, whole on every rank
+        EXPECT_TRUE(std::isfinite(toy_loss(model, 1).item<double>()));
+        shard_toy_model(*again, model, {});
+        continue;
+      }
+      const auto told = [&](const std::function<void()>& action, const std::string& part) {
+        try {
+          action();
+          ADD_FAILURE() << "no error under " << strategy.name;
+        } catch (const std::exception& error) {
+          EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+        }
+      };
+      told([&] { (void)toy_loss(model, 1); }, "the FsdpContext that sharded parameter");
+      told([&] { again->fully_shard(model->blocks[0], {}); },
+           "has no data: the FsdpContext that sharded it was destroyed");
+    }
+  });
+}
+
 TEST(Lifecycle, PoliciesGiveEqualBits) {
   std::vector<ContextOptions> policies(6);
   policies[1].prefetch = Prefetch::none();

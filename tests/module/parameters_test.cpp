@@ -217,6 +217,39 @@ TEST(Parameters, RanksThatUseDifferentParametersOfTheirUnitsAgreeOnTheOrderOfRed
   }
 }
 
+struct TwoHeadsImpl : torch::nn::Module {
+  TwoHeadsImpl() {
+    for (int i = 0; i < 3; ++i) layers->push_back(Branch(5));
+    register_module("layers", layers);
+    first = register_parameter("first", at::ones({5}));
+    second = register_parameter("second", at::ones({5}));
+  }
+  at::Tensor forward(at::Tensor x, bool both) {
+    for (auto& layer : *layers) x = layer->as<fsdp::Hooked<BranchImpl>>()->forward(x, 0).tanh();
+    return both ? x * first + x * second : x * first;
+  }
+  torch::nn::ModuleList layers;
+  at::Tensor first, second;
+};
+FSDP_MODULE(TwoHeads);
+
+// The root's gradients are complete as backward begins, but not on the rank that leaves a head out.
+TEST(Parameters, ARootWhoseHeadIsUnusedOnOneRankIsReducedInTheSamePlaceOnAll) {
+  for (auto inline_limit : {Bytes(0), Bytes(1 << 20)}) {
+    UnshardedCase<TwoHeads> c;
+    c.make = [] { return filled(TwoHeads()); };
+    c.shard = [](FsdpContext& context, TwoHeads& model) {
+      for (auto& layer : *model->layers) context.fully_shard(layer, {});
+      context.fully_shard(model, {});
+    };
+    c.run_backward = [](TwoHeads& model, int rank) {
+      model->forward(random({3, 5}, rank), rank == 0).sum().backward();
+    };
+    c.context.inline_limit = inline_limit;
+    expect_equals_unsharded(c);
+  }
+}
+
 TEST(Parameters, AUnitThatReturnsItsInputHasNoGradientsAndIsDropped) {
   expect_equals_unsharded(branches([](int) { return std::vector<int>{0, 2, 1, 2}; }));
   expect_equals_unsharded(branches([](int) { return std::vector<int>{2, 2, 2, 2}; }));

@@ -145,6 +145,27 @@ TEST(SkippedUnits, ParticipationNeedsStaticOrdersAndOneRoot) {
   refused({.skipped_units = SkippedUnits::participate}, false, "there are 2");
 }
 
+TEST(SkippedUnits, RecomputedFunctionsOfSeveralUnitsCannotParticipate) {
+  run_ranks(1, [](World world) {
+    auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 1}}), {.skipped_units = SkippedUnits::participate});
+    auto model = filled(Experts(4));
+    for (auto& expert : *model->experts) context->fully_shard(expert, {});
+    context->fully_shard(model, {});
+    const auto expert = [&](int i) { return model->experts[i]->as<Hooked<ExpertImpl>>(); };
+    const auto x = random({3, 4}, 1);
+    (void)fsdp::recompute([&](at::Tensor y) { return expert(1)->forward(y); }, x);
+    try {
+      (void)fsdp::recompute([&](at::Tensor y) { return expert(2)->forward(expert(1)->forward(y)); }, x);
+      ADD_FAILURE() << "not refused";
+    } catch (const UsageError& error) {
+      EXPECT_NE(
+          std::string(error.what()).find("units \"experts.1\" and \"experts.2\" run inside one recomputed function"),
+          std::string::npos)
+          << error.what();
+    }
+  });
+}
+
 // --- Ranks that are in different parts of the run ---
 
 std::string failure_of(const std::function<void(World)>& rank_main, int ranks = 2) {

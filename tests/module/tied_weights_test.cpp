@@ -105,11 +105,42 @@ TEST(TiedWeights, AcrossUnitsGetTheSumOfBothUses) {
               shard(*context, model, {});
               tied_loss(model, static_cast<int>(world.rank().value())).backward();
               expect_gradients(*context, expected, 1e-5, name);
+              std::int64_t training = 0;  // each is reduced once, whatever the number of uses
+              for (const auto& unit : context->units()) training += unit->groups().empty() ? 0 : 1;
+              EXPECT_EQ(context->counters().reductions, training);
             });
           }
         }
       }
     }
+  }
+}
+
+// The parent reads the weight after the child that owns it has dropped it for its own part.
+struct TailImpl : torch::nn::Module {
+  TailImpl()
+      : table(register_module("table", Table(5, 4))), middle(register_module("middle", Head(4, 4, Linear::plain))) {
+    out = register_parameter("out", table->weight);
+  }
+  at::Tensor forward(at::Tensor ids) { return at::linear(middle->forward(table->forward(ids)), out); }
+  Table table;
+  Head middle;
+  at::Tensor out;
+};
+FSDP_MODULE(Tail);
+
+TEST(TiedWeights, StayGatheredWhileAnyUnitThatUsesThemIs) {
+  for (const auto& prefetch : {Prefetch::depth(1), Prefetch::none(), Prefetch::delayed_release(1)}) {
+    UnshardedCase<Tail> c;
+    c.make = [] { return filled(Tail()); };
+    c.shard = [](FsdpContext& context, Tail& model) {
+      for (auto module : std::vector<ModuleRef>{model->table, model->middle, model}) context.fully_shard(module, {});
+    };
+    c.run_backward = [](Tail& model, int rank) {
+      model->forward(at::arange(7, at::kLong).add_(rank).remainder_(5)).square().sum().backward();
+    };
+    c.context.prefetch = prefetch;
+    expect_equals_unsharded(c);
   }
 }
 
