@@ -75,6 +75,10 @@ bool FsdpParameterGroup::receive(int index, const at::Tensor& gradient) {
   FSDP_CHECK(gradient.layout() == c10::kStrided, UsageError,
              "the gradient of parameter \"{}\" is sparse; only dense gradients can be sharded",
              parameters_[index].name);
+  if (gradient.numel() == 0) {  // nothing to store
+    written_[index] = 1;
+    return expected;
+  }
   at::Tensor& destination = destination_view(index);
   const bool overwrite = !written_[index] && !(direct_ && has_accumulated_);
   written_[index] = 1;
