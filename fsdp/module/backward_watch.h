@@ -2,8 +2,7 @@
 //
 // Hooks on a unit's outputs miss a backward that enters elsewhere: a loss from a value that forward stashed away, a
 // view changed in place later, a second backward through a first one. Every node carries the sequence number of its
-// creation; forwards note which numbers are theirs, and before a node runs its unit is asked to be ready. Costs a few
-// nanoseconds a node.
+// creation; forwards note which numbers are theirs, and before a node runs its unit is asked to be ready.
 #pragma once
 
 #include <cstdint>

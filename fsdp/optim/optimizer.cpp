@@ -82,6 +82,9 @@ void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
   alive->check_gradients_reduced("optimizer step");
   alive->optimizer_stepped();
   add_trainable_groups(*alive);
+  for (FsdpParameterGroup* group : alive->groups()) {  // also those whose shard here is empty: ranks must agree
+    if (group->trainable() && group->any_gradient_defined()) group->note_write();
+  }
   at::NoGradGuard no_grad;
   std::optional<at::Tensor> skip;
   if (gradient_norm) {
@@ -106,7 +109,6 @@ void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
       done[k] = true;
       const at::Tensor gradient = run.group->gradient_slice(run.range);
       if (!run.group->parameters()[run.parameters.front()].leaf.grad().defined()) continue;  // no rank used it
-      run.group->note_write();
       runs.push_back(&run);
       gradients.push_back(gradient.to(run.weight.scalar_type()));
     }
