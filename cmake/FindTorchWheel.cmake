@@ -1,4 +1,5 @@
-# Finds LibTorch as the PyPI wheel ships it and defines the imported target torch_wheel::torch_cpu.
+# Finds LibTorch as the PyPI wheel ships it and defines the imported targets torch_wheel::torch_cpu and, where
+# the wheel has CUDA, torch_wheel::torch_cuda.
 # find_package(Torch) of the wheel's own files demands a CUDA toolkit; headers and libraries are all that is needed.
 #
 # Searched in this order: FSDP_TORCH_ROOT (the folder "torch" inside site-packages), .venv of the source tree or of the
@@ -46,4 +47,20 @@ if(TorchWheel_FOUND AND NOT TARGET torch_wheel::torch_cpu)
   endforeach()
   # at::RecordFunction asserts in debug builds of its inline accessors; torch's headers warn about a GCC 12 flag.
   target_compile_options(torch_wheel::torch_cpu INTERFACE -Wno-interference-size)
+endif()
+
+# The CUDA side, when the wheel has it: headers and libraries of its nvidia packages, no toolkit.
+if(TorchWheel_FOUND AND NOT TARGET torch_wheel::torch_cuda AND EXISTS "${FSDP_TORCH_ROOT}/lib/libtorch_cuda.so")
+  get_filename_component(_site "${FSDP_TORCH_ROOT}" DIRECTORY)
+  find_path(_cuda_include cuda_runtime_api.h PATHS "${_site}/nvidia/cu13/include" NO_DEFAULT_PATH NO_CACHE)
+  find_path(_nccl_include nccl.h PATHS "${_site}/nvidia/nccl/include" NO_DEFAULT_PATH NO_CACHE)
+  if(_cuda_include AND _nccl_include)
+    add_library(torch_wheel::torch_cuda INTERFACE IMPORTED)
+    target_include_directories(torch_wheel::torch_cuda SYSTEM INTERFACE "${_cuda_include}" "${_nccl_include}")
+    target_link_directories(torch_wheel::torch_cuda INTERFACE "${_site}/nvidia/cu13/lib" "${_site}/nvidia/nccl/lib")
+    target_link_libraries(torch_wheel::torch_cuda INTERFACE torch_wheel::torch_cpu torch_cuda c10_cuda
+      -l:libcudart.so.13 -l:libnvrtc.so.13 -l:libnccl.so.2)
+    target_link_options(torch_wheel::torch_cuda INTERFACE
+      "LINKER:-rpath,${_site}/nvidia/cu13/lib" "LINKER:-rpath,${_site}/nvidia/nccl/lib")
+  endif()
 endif()

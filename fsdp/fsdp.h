@@ -13,6 +13,7 @@
 #include "fsdp/module/dropout.h"
 #include "fsdp/module/hooked.h"
 #include "fsdp/module/linear.h"
+#include "fsdp/module/linear_cross_entropy.h"
 #include "fsdp/module/recompute.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/optim/clip_grad_norm.h"

@@ -29,10 +29,12 @@ at::Tensor AttentionImpl::forward(const at::Tensor& x) const {
   const auto query = rotary_->rotate(query_->forward(x).view({batch, positions, heads_, head_width_}));
   const auto key = rotary_->rotate(key_->forward(x).view({batch, positions, kv_heads_, head_width_}));
   const auto value = value_->forward(x).view({batch, positions, kv_heads_, head_width_});
-  const auto repeats = heads_ / kv_heads_;
+  // CUDA's kernels read each key and value head as often as they need it; elsewhere it is repeated.
+  const bool grouped = x.is_cuda() && heads_ != kv_heads_;
+  const auto repeats = grouped ? 1 : heads_ / kv_heads_;
   const auto attended =
       at::scaled_dot_product_attention(query.transpose(1, 2), repeat_heads(key, repeats), repeat_heads(value, repeats),
-                                       /*attn_mask=*/{}, /*dropout_p=*/0.0, /*is_causal=*/true);
+                                       /*attn_mask=*/{}, /*dropout_p=*/0.0, /*is_causal=*/true, /*scale=*/{}, grouped);
   return output_->forward(attended.transpose(1, 2).reshape({batch, positions, heads_ * head_width_}));
 }
 

@@ -16,6 +16,7 @@ class ProjectionImpl : public torch::nn::Module {
  public:
   ProjectionImpl(std::int64_t in, std::int64_t out, c10::Device device);
   at::Tensor forward(const at::Tensor& x) const;
+  [[nodiscard]] const at::Tensor& weight() const { return weight_; }
 
  private:
   at::Tensor weight_;
@@ -40,6 +41,7 @@ class EmbeddingImpl : public torch::nn::Module {
   at::Tensor forward(const at::Tensor& tokens) const;
   // The same weight as output head: x (..., width) -> (..., vocabulary).
   at::Tensor logits(const at::Tensor& x) const;
+  [[nodiscard]] const at::Tensor& weight() const { return weight_; }
 
  private:
   at::Tensor weight_;

@@ -27,8 +27,9 @@ std::vector<std::int64_t> sample_tokens(Transformer& model, const std::vector<st
     const auto visible = std::min<std::int64_t>(limit, static_cast<std::int64_t>(tokens.size()));
     const auto input =
         at::tensor(at::ArrayRef<std::int64_t>(tokens.data() + tokens.size() - visible, visible), at::kLong)
-            .unsqueeze(0);
-    const auto logits = model->forward(input).select(1, -1).select(0, 0).to(at::kFloat);
+            .unsqueeze(0)
+            .to(options.device);
+    const auto logits = model->forward(input).select(1, -1).select(0, 0).to(c10::kCPU, at::kFloat);
     const auto next = options.temperature == 0
                           ? at::argmax(logits)
                           : at::multinomial(at::softmax(logits / options.temperature, -1), 1, false, generator);

@@ -16,6 +16,7 @@ struct SamplingOptions {
   std::int64_t context = 0;   // latest tokens that the model sees; 0: its max_context
   double temperature = 0.8;   // 0: always the likeliest token
   std::uint64_t seed = 0;
+  c10::Device device = c10::kCPU;   // where the model computes
   std::function<bool()> stop = {};  // asked before each token, with equal answers on all ranks; empty: never
 };
 

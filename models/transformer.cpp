@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "fsdp/base/check.h"
+#include "fsdp/module/linear_cross_entropy.h"
 #include "fsdp/module/recompute.h"
 
 namespace fsdp::models {
@@ -44,7 +45,7 @@ TransformerImpl::TransformerImpl(const TransformerConfig& config) : config_(conf
     initialize_transformer(config_, parameter.key(), parameter.value(), generator);
 }
 
-at::Tensor TransformerImpl::forward(const at::Tensor& tokens) {
+at::Tensor TransformerImpl::hidden(const at::Tensor& tokens) {
   FSDP_CHECK(tokens.dim() == 2, UsageError,
              "transformer: expected tokens of shape (batch, position), got {} dimensions", tokens.dim());
   FSDP_CHECK(tokens.size(1) <= config_.max_context, UsageError,
@@ -54,12 +55,20 @@ at::Tensor TransformerImpl::forward(const at::Tensor& tokens) {
     hidden = config_.recompute ? recompute([block](const at::Tensor& x) mutable { return block->forward(x); }, hidden)
                                : block->forward(hidden);
   }
-  hidden = norm_->forward(hidden);
+  return norm_->forward(hidden);
+}
+
+at::Tensor TransformerImpl::forward(const at::Tensor& tokens) {
+  const auto hidden = this->hidden(tokens);
   return config_.tied_embeddings ? embedding_->logits(hidden) : head_->forward(hidden);
 }
 
 at::Tensor TransformerImpl::cross_entropy(const at::Tensor& tokens, const at::Tensor& targets,
                                           at::Reduction::Reduction reduction) {
+  if (tokens.is_cuda()) {
+    const auto& weight = config_.tied_embeddings ? embedding_->weight() : head_->weight();
+    return linear_cross_entropy(hidden(tokens), weight, targets, {.reduction = reduction});
+  }
   const auto logits = forward(tokens);
   return at::cross_entropy_loss(logits.reshape({-1, config_.vocabulary}).to(at::kFloat), targets.reshape({-1}), {},
                                 reduction);

@@ -45,7 +45,8 @@ class TransformerImpl : public torch::nn::Module {
 
   // tokens: int64 (batch, position) -> logits (batch, position, vocabulary)
   at::Tensor forward(const at::Tensor& tokens);
-  // Cross entropy in fp32, mean or sum over the targets; targets as tokens, -100 counts for nothing.
+  // Cross entropy in fp32, on a GPU without all logits at once, mean or sum over the targets; targets as tokens, -100
+  // counts for nothing.
   at::Tensor loss(const at::Tensor& tokens, const at::Tensor& targets);
   at::Tensor loss_sum(const at::Tensor& tokens, const at::Tensor& targets);
 
@@ -53,6 +54,7 @@ class TransformerImpl : public torch::nn::Module {
   [[nodiscard]] const std::vector<TransformerBlock>& blocks() const { return blocks_; }
 
  private:
+  at::Tensor hidden(const at::Tensor& tokens);  // what the output head sees
   at::Tensor cross_entropy(const at::Tensor& tokens, const at::Tensor& targets, at::Reduction::Reduction reduction);
 
   TransformerConfig config_;

@@ -14,9 +14,9 @@ std::vector<int> all_ranks(int size) {
 }  // namespace
 
 Agreement::Agreement(const World& world)
-    : runtime_(*world.runtime()),
-      communicator_(world.create_communicator(all_ranks(world.size()), "agreement")),
-      stream_(world.runtime()->make_stream("agreement")) {
+    : runtime_(*world.host().runtime()),
+      communicator_(world.host().create_communicator(all_ranks(world.size()), "agreement")),
+      stream_(world.host().runtime()->make_stream("agreement")) {
   communicator_.set_inline_limit(Bytes(1024));
 }
 

@@ -17,9 +17,9 @@ at::Tensor to_tensor(std::vector<std::int64_t> values, std::int64_t sequences, s
 
 }  // namespace
 
-BatchTensors to_tensors(data::TokenBatch batch) {
-  return {to_tensor(std::move(batch.tokens), batch.sequences, batch.context),
-          to_tensor(std::move(batch.targets), batch.sequences, batch.context)};
+BatchTensors to_tensors(data::TokenBatch batch, c10::Device device) {
+  return {to_tensor(std::move(batch.tokens), batch.sequences, batch.context).to(device),
+          to_tensor(std::move(batch.targets), batch.sequences, batch.context).to(device)};
 }
 
 }  // namespace fsdp::app

@@ -12,7 +12,7 @@ struct BatchTensors {
   at::Tensor tokens, targets;
 };
 
-// Without copying: the tensors own the batch's memory.
-[[nodiscard]] BatchTensors to_tensors(data::TokenBatch batch);
+// On the CPU without copying: the tensors own the batch's memory.
+[[nodiscard]] BatchTensors to_tensors(data::TokenBatch batch, c10::Device device);
 
 }  // namespace fsdp::app

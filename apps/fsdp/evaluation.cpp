@@ -23,7 +23,7 @@ std::optional<double> validation_loss(models::Transformer& model, const data::To
   for (std::int64_t i = 0; i < share; i += at_once) {
     auto batch = data.validation_batch(first + i, at_once, total);
     targets += static_cast<double>(batch.targets.size() - std::ranges::count(batch.targets, data::kIgnoredTarget));
-    const auto tensors = to_tensors(std::move(batch));
+    const auto tensors = to_tensors(std::move(batch), world.runtime()->device());
     sum += call(model, &models::TransformerImpl::loss_sum, tensors.tokens, tensors.targets).item<double>();
     if (agreement.sum({interrupted() ? 1.0 : 0.0})[0] > 0) return std::nullopt;
   }

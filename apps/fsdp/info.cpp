@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "fsdp/base/error.h"
+#include "fsdp/comm/nccl/nccl_module.h"
 #include "fsdp/comm/processes/process.h"
 #include "fsdp/runtime/runtime.h"
 
@@ -15,12 +16,14 @@ namespace fsdp::app {
 namespace {
 
 std::string cuda() {
-  try {
-    static_cast<void>(make_cuda_runtime(0));
-    return "yes";
-  } catch (const Error& error) {
-    return fmt::format("no ({})", error.what());
-  }
+  const std::string reason = why_no_cuda();
+  return reason.empty() ? fmt::format("yes ({} seen)", cuda_device_count()) : fmt::format("no ({})", reason);
+}
+
+std::string nccl() {
+  const std::string reason = why_no_cuda();
+  if (!reason.empty()) return fmt::format("no ({})", reason);
+  return fmt::format("yes: NCCL {}", nccl::module().library_version());
 }
 
 std::string describe(const processes::LibraryInfo& library) {
@@ -43,9 +46,10 @@ std::string info() {
       "comm simulated   yes (virtual clock)\n"
       "comm mpi         {} (mpirun, srun)\n"
       "comm zeromq      {} (torchrun)\n"
-      "comm nccl        no (not in this version)",
+      "comm nccl        {} (one process a GPU)\n"
+      "comm loopback    {} (rank 0 of several on one GPU, for measuring)",
       FSDP_VERSION, TORCH_VERSION, at::get_cpu_capability(), std::thread::hardware_concurrency(), at::get_num_threads(),
-      cuda(), describe(mpi), describe(zeromq));
+      cuda(), describe(mpi), describe(zeromq), nccl(), why_no_cuda().empty() ? "yes" : "no");
 }
 
 }  // namespace fsdp::app

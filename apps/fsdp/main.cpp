@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 
+#include "apps/fsdp/bench_command.h"
 #include "apps/fsdp/config_table.h"
 #include "apps/fsdp/console.h"
 #include "apps/fsdp/data_command.h"
@@ -38,6 +39,8 @@ int run(int argc, char** argv) {
   train->add_flag("--print-config", print_config, "Print all settings as they result, as a TOML file; and end");
   fsdp::app::DataCommand data;
   data.add_to(app);
+  fsdp::app::BenchCommand bench;
+  bench.add_to(app);
   auto* info = app.add_subcommand("info", "Print versions and backends");
 
   try {
@@ -52,6 +55,7 @@ int run(int argc, char** argv) {
     return 0;
   }
   if (data.parsed()) return data.run();
+  if (bench.parsed()) return bench.run();
   if (help_config) {
     fsdp::app::console::print(fsdp::app::describe_fields());
     return 0;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 
+#include "fsdp/runtime/device_profile.h"
 #include "fsdp/trace/chrome_writer.h"
 #include "fsdp/trace/overlap.h"
 
@@ -24,7 +25,7 @@ std::map<int, std::string> stream_names(const std::vector<trace::Span>& spans) {
 }  // namespace
 
 Profiler::Profiler(std::filesystem::path path, std::shared_ptr<Runtime> runtime, int rank, std::int64_t steps)
-    : path_(std::move(path)), runtime_(std::move(runtime)), rank_(rank) {
+    : path_(std::move(path)), runtime_(std::move(runtime)), rank_(rank), on_device_(runtime_->device().is_cuda()) {
   first_ = std::clamp<std::int64_t>(steps - kCount, 0, kFirst);
   last_ = std::min(steps, first_ + kCount);
 }
@@ -33,17 +34,30 @@ void Profiler::before_step(std::int64_t step) {
   if (path_.empty()) return;
   if (step == first_) {
     recorder_ = std::make_shared<trace::Recorder>();
-    runtime_->set_recorder(recorder_);
+    if (on_device_)
+      start_device_profile();
+    else
+      runtime_->set_recorder(recorder_);
   }
-  if (step == last_) runtime_->set_recorder(nullptr);
+  if (step == last_) stop();
+}
+
+void Profiler::stop() {
+  if (recorder_ == nullptr || stopped_) return;
+  stopped_ = true;
+  if (on_device_) {
+    spans_ = stop_device_profile(*recorder_);
+  } else {
+    runtime_->set_recorder(nullptr);
+    spans_ = recorder_->spans();
+  }
 }
 
 std::string Profiler::finish() {
   if (recorder_ == nullptr) return "";
-  runtime_->set_recorder(nullptr);
-  const auto spans = recorder_->spans();
-  trace::write_chrome_trace(path_, spans, rank_, stream_names(spans));
-  return trace::to_string(trace::overlap_report(spans));
+  stop();
+  trace::write_chrome_trace(path_, spans_, rank_, stream_names(spans_));
+  return trace::to_string(trace::overlap_report(spans_));
 }
 
 }  // namespace fsdp::app

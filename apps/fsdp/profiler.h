@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "fsdp/runtime/runtime.h"
 
@@ -29,7 +30,11 @@ class Profiler {
   std::shared_ptr<Runtime> runtime_;
   int rank_;
   std::int64_t first_, last_;  // steps, `last_` is not recorded
+  void stop();
+
+  bool on_device_, stopped_ = false;
   std::shared_ptr<trace::Recorder> recorder_;
+  std::vector<trace::Span> spans_;
 };
 
 }  // namespace fsdp::app

@@ -21,8 +21,9 @@ constexpr std::size_t kMostDifferences = 5;  // told; the first ones are enough 
 std::vector<std::string> gather(const World& world, const std::string& own) {
   std::vector<int> ranks(static_cast<std::size_t>(world.size()));
   std::iota(ranks.begin(), ranks.end(), 0);
-  const auto communicator = world.create_communicator(ranks, "settle");
-  const auto stream = world.runtime()->make_stream("settle");
+  const World hosts = world.host();
+  const auto communicator = hosts.create_communicator(ranks, "settle");
+  const auto stream = hosts.runtime()->make_stream("settle");
   auto longest = static_cast<std::int64_t>(own.size());
   communicator.all_reduce(&longest, &longest, Elements(1), c10::kLong, ReduceOp::max, stream, "settle lengths");
   stream.synchronize();

@@ -29,7 +29,8 @@ struct RunResult {
   double seconds = 0;  // of training steps, evaluation left out
   std::int64_t tokens = 0;
   double exposed = 0;
-  double data_wait = 0;  // seconds
+  bool exposed_is_known = true;  // on a GPU a profile tells
+  double data_wait = 0;          // seconds
   std::int64_t peak_bytes = 0;
   std::int64_t skipped_steps = 0;  // for gradients that were not finite
   bool interrupted = false;

@@ -32,6 +32,12 @@ c10::ScalarType dtype(const std::string& name) { return name == "bf16" ? c10::kB
 
 }  // namespace
 
+DeviceKind device_kind(const TrainConfig& config) {
+  return config.run.device == "cpu"    ? DeviceKind::cpu
+         : config.run.device == "cuda" ? DeviceKind::cuda
+                                       : DeviceKind::automatic;
+}
+
 ContextOptions context_options(const TrainConfig& config) {
   const auto& parallel = config.parallel;
   ContextOptions options;

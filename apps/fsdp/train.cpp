@@ -7,13 +7,18 @@
 #include <cmath>
 
 #include "apps/fsdp/config_table.h"
+#include "apps/fsdp/console.h"
 #include "apps/fsdp/interrupt.h"
 #include "apps/fsdp/rank_errors.h"
+#include "apps/fsdp/settings.h"
 #include "apps/fsdp/silent_exit.h"
 #include "apps/fsdp/trainer.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/env.h"
 #include "fsdp/base/log.h"
+#include "fsdp/mesh/cuda_world.h"
 #include "fsdp/mesh/launch.h"
+#include "fsdp/mesh/spawn_ranks.h"
 
 namespace fsdp::app {
 namespace {
@@ -37,10 +42,11 @@ std::string describe(const TrainJob& job, const std::optional<Launcher>& launche
 }
 
 std::string describe(const RunResult& result) {
-  std::string text =
-      fmt::format("{} steps in {} ({:.0f} tokens/s), {:.1f} % of the time exposed, {:.1f} % waiting for data",
-                  result.steps, format_duration(result.seconds), result.tokens_per_second(), 100 * result.exposed,
-                  result.seconds > 0 ? 100 * result.data_wait / result.seconds : 0.0);
+  std::string text = fmt::format("{} steps in {} ({:.0f} tokens/s)", result.steps, format_duration(result.seconds),
+                                 result.tokens_per_second());
+  if (result.exposed_is_known) text += fmt::format(", {:.1f} % of the time exposed", 100 * result.exposed);
+  text +=
+      fmt::format(", {:.1f} % waiting for data", result.seconds > 0 ? 100 * result.data_wait / result.seconds : 0.0);
   if (result.skipped_steps > 0)
     text += fmt::format(", {} steps skipped for gradients that were not finite", result.skipped_steps);
   if (result.out_of_time) text += ", ended by run.max_seconds";
@@ -77,9 +83,12 @@ std::string what_must_agree(const TrainJob& job) {
 // Everything the library says goes through the progress display while a run lasts.
 class LogToProgress {
  public:
-  explicit LogToProgress(Progress& progress) {
-    log::set_sink([&progress](log::Level level, std::string_view message) {
-      level == log::Level::warning ? progress.warning(message) : progress.line(message);
+  LogToProgress(Progress& progress, bool leads) {
+    log::set_sink([&progress, leads](log::Level level, std::string_view message) {
+      if (level == log::Level::warning)
+        progress.warning(message);
+      else if (leads)
+        progress.line(message);
     });
   }
   LogToProgress(const LogToProgress&) = delete;
@@ -92,11 +101,25 @@ std::string first_lines(const std::exception& error) {
   return what.substr(0, what.find("\nException raised from"));  // without the stack trace that LibTorch adds
 }
 
+// On GPUs each rank is a process of its own: starts them where no launcher has.
+std::optional<int> spawn_if_needed(const TrainCommand& command) {
+  const TrainConfig config = resolve_config(command.sources, std::nullopt);  // what is wrong with it is said once
+  if (config.run.ranks == 1 || !uses_cuda(device_kind(config))) return std::nullopt;
+  FSDP_CHECK(config.run.ranks <= cuda_device_count(), UsageError,
+             "{} ranks need as many GPUs, and this process sees {}: take fewer ranks, or run.device = \"cpu\"",
+             config.run.ranks, cuda_device_count());
+  log::set_sink([](log::Level, std::string_view message) { console::warn(fmt::format("fsdp: {}", message)); });
+  return spawn_ranks(static_cast<int>(config.run.ranks));
+}
+
 }  // namespace
 
 int train(const TrainCommand& command) {
   const auto launcher = find_launcher();
   const bool processes = are_processes(launcher);
+  if (!launcher) {
+    if (const auto code = spawn_if_needed(command)) return *code;
+  }
   std::optional<TrainJob> job;
   std::string error;
   try {
@@ -126,14 +149,13 @@ int train(const TrainCommand& command) {
   LaunchOptions options;
   if (job) {
     options.ranks = static_cast<int>(job->config.run.ranks);
+    options.world.device = device_kind(job->config);
     options.world.deadline = std::chrono::milliseconds(std::llround(1000 * job->config.run.deadline_seconds));
   }
   {
     std::optional<LogToProgress> log_to_progress;
-    if (job && job->leads) {
-      log_to_progress.emplace(*job->progress);
-      job->progress->line(describe(*job, launcher));
-    }
+    if (job) log_to_progress.emplace(*job->progress, job->leads);
+    if (job && job->leads) job->progress->line(describe(*job, launcher));
     try {
       launch(rank_main, options);
     } catch (const AbortedError& aborted) {

@@ -59,6 +59,8 @@ struct RunConfig {
   std::int64_t context = 128;  // tokens a sequence
   std::int64_t microbatches = 1;
   std::int64_t ranks = 1;
+  std::string device = "auto";
+  bool capture = false;
   std::int64_t seed = 0;
   std::int64_t eval_interval = 0;  // steps; 0: only at the end
   std::int64_t eval_batches = 8;

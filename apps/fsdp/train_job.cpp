@@ -6,7 +6,9 @@
 #include "apps/fsdp/console.h"
 #include "apps/fsdp/memory_check.h"
 #include "apps/fsdp/output_path.h"
+#include "apps/fsdp/settings.h"
 #include "fsdp/base/check.h"
+#include "fsdp/mesh/cuda_world.h"
 
 namespace fsdp::app {
 
@@ -24,7 +26,11 @@ TrainConfig resolve_config(const ConfigSources& sources, const std::optional<Lau
   // One process of a launcher is one rank too. Not of srun: an interactive shell of Slurm looks alike.
   if (launcher && launcher->size == 1 && launcher->name != "srun" && !sources.ranks) config.run.ranks = local_ranks = 1;
   validate_train_config(config);
-  check_memory(config, local_ranks);
+  if (!uses_cuda(device_kind(config))) {
+    FSDP_CHECK(!config.run.capture, UsageError,
+               "run.capture: a step can be captured on CUDA only; this run is on the CPU");
+    check_memory(config, local_ranks);
+  }
   return config;
 }
 

@@ -1,6 +1,8 @@
 #include "apps/fsdp/trainer.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -26,6 +28,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::int64_t kPromptTokens = 8;
+constexpr std::int64_t kStepsBeforeCapture = 3;  // everything in a step must have run before
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
@@ -82,6 +85,9 @@ Trainer::Trainer(World world, const TrainShared& shared)
   };
   context_->materialize(init, {.seed = static_cast<std::uint64_t>(config_.run.seed)});
   optimizer_ = make_optimizer(*context_, config_.optimizer);
+  const auto device = world_.runtime()->device();
+  loss_scale_ = at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(device));
+  result_.exposed_is_known = !device.is_cuda();
 }
 
 RunResult Trainer::run() {
@@ -155,23 +161,62 @@ Trainer::Stop Trainer::step(std::int64_t index, StepResult& result) {
   auto batches = batches_->next(index);
   result.data_wait = std::chrono::duration<double>(batches_->waited() - waited_before).count();
 
-  double loss_sum = 0;
-  for (std::int64_t micro = 0; micro < run.microbatches; ++micro) {
-    const auto batch = to_tensors(std::move(batches[micro]));
-    auto scope = context_->microbatch({.is_last = micro + 1 == run.microbatches});
+  if (config_.data.mask_document_starts) {
+    // Ranks and microbatches hold different numbers of targets: sums, over the number in the whole step. The library
+    // averages over the ranks, so their number comes in again.
+    loss_scale_.fill_(static_cast<double>(world_.size()) / target_count(index));
+  }
+  const auto& inputs = load(std::move(batches));
+  const auto sums_there = captured_ ? captured_->replay() : compute(inputs);
+  const auto sums_here = sums_there.to(c10::kCPU);  // waits for the device
+  const double loss_sum = sums_here[0].item<double>();
+  if (run.capture && index + 1 == kStepsBeforeCapture)
+    captured_.emplace(context_->capture([this] { return compute(inputs_); }));
+
+  const bool late = run.max_seconds > 0 && result_.seconds + seconds_since(start) >= run.max_seconds;
+  const auto sums = agreement_.sum({loss_sum, interrupted() ? 1.0 : 0.0, late ? 1.0 : 0.0});
+  result.loss = sums[0] / static_cast<double>(world_.size() * run.microbatches);
+  result.grad_norm = sums_here[1].item<double>();
+  result.tokens = run.batch * run.context;
+  result.peak_bytes = result_.peak_bytes;
+  result.seconds = seconds_since(start);
+  result.exposed = static_cast<double>(world_.runtime()->blocked_time() - blocked_before) * 1e-9 / result.seconds;
+  return {.interrupted = sums[1] > 0, .out_of_time = sums[2] > 0};
+}
+
+const std::vector<BatchTensors>& Trainer::load(data::BatchPrefetcher::Batches batches) {
+  const auto device = world_.runtime()->device();
+  std::vector<BatchTensors> loaded;
+  for (auto& batch : batches) loaded.push_back(to_tensors(std::move(batch), device));
+  if (!config_.run.capture || inputs_.empty()) {
+    inputs_ = std::move(loaded);
+  } else {
+    for (std::size_t i = 0; i < inputs_.size(); ++i) {
+      inputs_[i].tokens.copy_(loaded[i].tokens);
+      inputs_[i].targets.copy_(loaded[i].targets);
+    }
+  }
+  return inputs_;
+}
+
+at::Tensor Trainer::compute(const std::vector<BatchTensors>& batches) {
+  const auto& run = config_.run;
+  at::Tensor loss_sum;
+  for (std::size_t micro = 0; micro < batches.size(); ++micro) {
+    const auto& batch = batches[micro];
+    auto scope = context_->microbatch({.is_last = micro + 1 == batches.size()});
+    at::Tensor counted;
     if (config_.data.mask_document_starts) {
-      // Ranks and microbatches hold different numbers of targets: sums, over the number in the whole step. The library
-      // averages over the ranks, so their number comes in again.
-      const auto loss = call(model_, &models::TransformerImpl::loss_sum, batch.tokens, batch.targets) *
-                        (static_cast<double>(world_.size()) / target_count(index));
+      const auto loss = call(model_, &models::TransformerImpl::loss_sum, batch.tokens, batch.targets) * loss_scale_;
       loss.backward();
-      loss_sum += loss.item<double>() * static_cast<double>(run.microbatches);
+      counted = loss.detach().to(at::kDouble) * static_cast<double>(run.microbatches);
     } else {
       // They hold equally many, so the mean of their means is the mean over the global batch.
       const auto loss = call(model_, &models::TransformerImpl::loss, batch.tokens, batch.targets);
       (run.microbatches == 1 ? loss : loss / static_cast<double>(run.microbatches)).backward();
-      loss_sum += loss.item<double>();
+      counted = loss.detach().to(at::kDouble);
     }
+    loss_sum = loss_sum.defined() ? loss_sum + counted : counted;
   }
   const double clip = config_.optimizer.clip_norm;
   const auto norm = clip > 0 ? clip_grad_norm_(*context_, clip) : grad_norm(*context_);
@@ -179,16 +224,7 @@ Trainer::Stop Trainer::step(std::int64_t index, StepResult& result) {
   result_.peak_bytes =
       std::max(result_.peak_bytes, context_->memory_report().total().value() + optimizer_->state_bytes().value());
   optimizer_->zero_grad();
-
-  const bool late = run.max_seconds > 0 && result_.seconds + seconds_since(start) >= run.max_seconds;
-  const auto sums = agreement_.sum({loss_sum, interrupted() ? 1.0 : 0.0, late ? 1.0 : 0.0});
-  result.loss = sums[0] / static_cast<double>(world_.size() * run.microbatches);
-  result.grad_norm = norm.item<double>();
-  result.tokens = run.batch * run.context;
-  result.peak_bytes = result_.peak_bytes;
-  result.seconds = seconds_since(start);
-  result.exposed = static_cast<double>(world_.runtime()->blocked_time() - blocked_before) * 1e-9 / result.seconds;
-  return {.interrupted = sums[1] > 0, .out_of_time = sums[2] > 0};
+  return at::stack({loss_sum, norm.to(at::kDouble)});
 }
 
 void Trainer::evaluate(std::int64_t steps_done) {
@@ -224,6 +260,7 @@ void Trainer::sample() {
                                             .context = run.context,
                                             .temperature = run.sample_temperature,
                                             .seed = static_cast<std::uint64_t>(run.seed),
+                                            .device = world_.runtime()->device(),
                                             .stop = stop});
   if (bytes) return print(fmt::format("sample:\n{}{}", run.sample_prompt, printable(added)));
   print(fmt::format("sample, as tokens:\n{} -> {}", fmt::join(prompt, " "), fmt::join(added, " ")));

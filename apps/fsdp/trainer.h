@@ -5,8 +5,11 @@
 #pragma once
 
 #include <memory>
+#include <optional>
+#include <vector>
 
 #include "apps/fsdp/agreement.h"
+#include "apps/fsdp/batch_tensors.h"
 #include "apps/fsdp/profiler.h"
 #include "apps/fsdp/progress.h"
 #include "apps/fsdp/run_log.h"
@@ -45,6 +48,10 @@ class Trainer {
   [[nodiscard]] data::BatchPrefetcher::Batches make_batches(std::int64_t step) const;
   // The number by which a microbatch's loss over its targets adds up to the mean over the step's.
   [[nodiscard]] double target_count(std::int64_t step) const;
+  // Enqueues a step on the batches; (sum of the microbatches' losses, gradient norm) in fp64, on the device.
+  [[nodiscard]] at::Tensor compute(const std::vector<BatchTensors>& batches);
+  // The batches on the device; with run.capture always in the same tensors.
+  [[nodiscard]] const std::vector<BatchTensors>& load(data::BatchPrefetcher::Batches batches);
   void evaluate(std::int64_t steps_done);
   void report(const StepResult& result);
   void sample();
@@ -60,6 +67,9 @@ class Trainer {
   std::unique_ptr<ShardedOptimizer> optimizer_;
   Profiler profiler_;
   std::unique_ptr<data::BatchPrefetcher> batches_;
+  std::vector<BatchTensors> inputs_;  // [microbatch]
+  at::Tensor loss_scale_;             // of a microbatch's sum, with data.mask_document_starts; a scalar on the device
+  std::optional<FsdpContext::CapturedStep> captured_;
   RunResult result_;
 };
 

@@ -1,10 +1,18 @@
 // What a communication backend implements for one group of ranks.
 #pragma once
 
+#include <c10/core/Allocator.h>
+
+#include <cstdint>
+#include <string>
+
 #include "fsdp/base/types.h"
 #include "fsdp/comm/collective.h"
 
 namespace fsdp {
+
+// What a group is for; backends with several paths choose by it.
+enum class GroupUse : std::uint8_t { any, gather, reduce };
 
 class CommunicatorBackend {
  public:
@@ -19,6 +27,21 @@ class CommunicatorBackend {
 
   // Makes an aborted group usable again; every rank calls it with no operation in flight, blocks until all have.
   virtual void reset() = 0;
+
+  // Compares every operation with the other ranks' before it runs, at the price of a message between hosts each. CPU
+  // backends always do.
+  virtual void set_check(bool) {}
+
+  // Memory that all ranks of the group register at the same place of the same size, so that operations on it take a
+  // faster way. Why it cannot be had; empty when it can: equal on all ranks.
+  [[nodiscard]] virtual std::string why_no_symmetric_memory() const { return "this backend has none"; }
+  [[nodiscard]] virtual c10::DataPtr allocate_symmetric(Bytes) { return {}; }
+  // Collective, blocks the host. Returns whether it could be registered; the caller makes sure that all ranks agree.
+  [[nodiscard]] virtual bool register_symmetric(void* /*base*/, Bytes /*size*/) { return false; }
+  virtual void deregister_symmetric(void* /*base*/) {}  // before the memory goes
+
+  // Which way operations take, for reports: "ring", "copy engine", ...; empty where there is only one.
+  [[nodiscard]] virtual std::string path() const { return {}; }
 };
 
 }  // namespace fsdp

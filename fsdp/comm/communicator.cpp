@@ -1,5 +1,7 @@
 #include "fsdp/comm/communicator.h"
 
+#include <ATen/record_function.h>
+
 #include <algorithm>
 #include <numeric>
 
@@ -55,6 +57,7 @@ void Communicator::launch(Collective operation, std::int64_t largest_count, cons
     options.span->sequence = operation.sequence;
     options.span->bytes = bytes;
   }
+  RECORD_FUNCTION_WITH_SCOPE(at::RecordScope::USER_SCOPE, operation.label, c10::ArrayRef<const c10::IValue>{});
   stream.enqueue(Task([backend = state_->backend, operation = std::move(operation)] { backend->execute(operation); }),
                  options);
 }

@@ -57,6 +57,11 @@ class Communicator {
   void abort(const std::string& reason) const { state_->backend->abort(reason); }
   void reset() const;
 
+  // Compares every operation with the other ranks' before it runs; CPU groups always do.
+  void set_check(bool check) const { state_->backend->set_check(check); }
+  [[nodiscard]] std::string path() const { return state_->backend->path(); }  // as CommunicatorBackend's
+  [[nodiscard]] const std::shared_ptr<CommunicatorBackend>& backend() const { return state_->backend; }
+
   // Operations from here on belong to this part of the run; they are compared with those of the other ranks.
   void set_stamp(const Stamp& stamp) const { state_->stamp = stamp; }
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "fsdp/dbuffer/arena.h"
+
 namespace fsdp {
 
 void BufferPool::count_in(Bytes size) {
@@ -20,6 +22,11 @@ void BufferPool::adopt_from(BufferPool& other, Bytes size) {
 
 c10::DataPtr BufferPool::acquire(Bytes size) {
   count_in(size);
+  if (arena_ != nullptr) {
+    if (void* part = arena_->acquire(size, owner_ ? owner_ : runtime_->compute_stream()))
+      return {part, runtime_->device()};
+    ++misses_;
+  }
   auto& unused = free_[size];
   if (!unused.empty()) {
     c10::DataPtr buffer = std::move(unused.back());
@@ -27,13 +34,44 @@ c10::DataPtr BufferPool::acquire(Bytes size) {
     return buffer;
   }
   reserved_ += size;
-  return runtime_->allocate(size);
+  return runtime_->allocate(size, owner_ ? owner_ : runtime_->compute_stream());
 }
 
 void BufferPool::release(c10::DataPtr buffer, Bytes size) {
   in_use_ -= size;
   --live_;
-  free_[size].push_back(std::move(buffer));
+  give_back(std::move(buffer), size);
+}
+
+void BufferPool::release_after(c10::DataPtr buffer, Bytes size, const Event& last_use) {
+  if (arena_ == nullptr || !arena_->contains(buffer.get())) return release(std::move(buffer), size);
+  in_use_ -= size;
+  --live_;
+  arena_->release(buffer.get(), last_use);
+}
+
+void BufferPool::give_back(c10::DataPtr buffer, Bytes size) {
+  if (arena_ != nullptr && arena_->contains(buffer.get())) {
+    Event last_use;
+    (owner_ ? owner_ : runtime_->compute_stream()).record(last_use);
+    arena_->release(buffer.get(), last_use);
+    return;
+  }
+  if (runtime_->caches_memory())
+    reserved_ -= size;  // freed here
+  else
+    free_[size].push_back(std::move(buffer));
+}
+
+void BufferPool::release_later(c10::DataPtr buffer, Bytes size) {
+  in_use_ -= size;
+  --live_;
+  later_.emplace_back(std::move(buffer), size);
+}
+
+void BufferPool::collect() {
+  for (auto& [buffer, size] : later_) give_back(std::move(buffer), size);
+  later_.clear();
 }
 
 void BufferPool::trim() {

@@ -1,25 +1,39 @@
 // Memory for buffers that come and go on one stream, such as gathered weights.
 //
 // Buffers of the same size are reused in stream order: whoever takes one must use it first on the stream on which its
-// last user was released. Host thread of the rank only.
+// last user was released. Where the device's allocator keeps freed memory itself, buffers go back to it at once. Host
+// thread of the rank only.
 #pragma once
 
 #include <c10/core/Allocator.h>
 
 #include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "fsdp/runtime/runtime.h"
 
 namespace fsdp {
 
+class Arena;
+
 class BufferPool {
  public:
-  explicit BufferPool(std::shared_ptr<Runtime> runtime) : runtime_(std::move(runtime)) {}
+  // `owner`: the stream on which buffers are used and released; none: whatever computes.
+  explicit BufferPool(std::shared_ptr<Runtime> runtime, Stream owner = {})
+      : runtime_(std::move(runtime)), owner_(std::move(owner)) {}
 
   [[nodiscard]] c10::DataPtr acquire(Bytes size);
   void release(c10::DataPtr buffer, Bytes size);
+  // Buffers come from `arena` while it has room, else as usual; `misses` counts those. Null: no longer.
+  void use_arena(Arena* arena) { arena_ = arena; }
+  [[nodiscard]] std::int64_t misses() const { return misses_; }
+  // The buffer's last user ended with this event, and not with what the owner does now.
+  void release_after(c10::DataPtr buffer, Bytes size, const Event& last_use);
+  // As release, but another stream than the owner may still use it: it is kept until `collect`.
+  void release_later(c10::DataPtr buffer, Bytes size);
+  void collect();  // the owner has waited for all others
   // Moves a buffer in use from another pool's books to this one's.
   void adopt_from(BufferPool& other, Bytes size);
   void trim();  // gives unused memory back; the caller makes sure that no stream still touches it
@@ -33,8 +47,13 @@ class BufferPool {
 
  private:
   void count_in(Bytes size);
+  void give_back(c10::DataPtr buffer, Bytes size);
 
   std::shared_ptr<Runtime> runtime_;
+  Stream owner_;
+  Arena* arena_ = nullptr;
+  std::int64_t misses_ = 0;
+  std::vector<std::pair<c10::DataPtr, Bytes>> later_;
   std::map<Bytes, std::vector<c10::DataPtr>> free_;
   Bytes in_use_, peak_, reserved_;
   int live_ = 0, peak_live_ = 0;

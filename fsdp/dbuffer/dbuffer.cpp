@@ -1,7 +1,5 @@
 #include "fsdp/dbuffer/dbuffer.h"
 
-#include <cstring>
-
 #include "fsdp/base/check.h"
 
 namespace fsdp {
@@ -25,9 +23,14 @@ DBuffer DBuffer::part_of(const DBuffer& whole, PlacementList placements) {
 }
 
 void DBuffer::allocate() {
-  auto data = mesh_->mesh().runtime()->allocate(size());
-  if (data.get() != nullptr) std::memset(data.get(), 0, static_cast<std::size_t>(size().value()));
-  storage_->attach(std::move(data));
+  allocate_unset();
+  Runtime& runtime = *mesh_->mesh().runtime();
+  runtime.clear(storage_->data(), size(), runtime.compute_stream());
+}
+
+void DBuffer::allocate_unset() {
+  Runtime& runtime = *mesh_->mesh().runtime();
+  storage_->attach(runtime.allocate(size(), runtime.compute_stream()));
 }
 
 void* DBuffer::address(std::int64_t coordinate) const {

@@ -25,7 +25,9 @@ class DBuffer {
   // A buffer over the part of `whole` that `placements` leave to this rank; shares its storage and dtype.
   static DBuffer part_of(const DBuffer& whole, PlacementList placements);
 
-  void allocate();  // zero-filled memory of its own
+  // Memory of its own, for the stream that computes: zero-filled on it, or with unspecified values.
+  void allocate();
+  void allocate_unset();
 
   [[nodiscard]] const SubMesh& mesh() const { return *mesh_; }
   [[nodiscard]] const GlobalLayout& layout() const { return *layout_; }

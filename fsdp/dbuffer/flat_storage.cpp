@@ -56,7 +56,10 @@ void* FlatStorage::data() const { return storage_.unsafeGetStorageImpl()->_mutab
 
 at::Tensor FlatStorage::view(c10::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes,
                              at::IntArrayRef strides) const {
-  const auto key = storage_.device().is_meta() ? c10::DispatchKey::Meta : c10::DispatchKey::CPU;
+  const c10::Device device = storage_.device();
+  const auto key = device.is_meta()   ? c10::DispatchKey::Meta
+                   : device.is_cuda() ? c10::DispatchKey::CUDA
+                                      : c10::DispatchKey::CPU;
   auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage_), c10::DispatchKeySet(key),
                                                          c10::scalarTypeToTypeMeta(dtype));
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);

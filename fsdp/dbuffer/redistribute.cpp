@@ -1,7 +1,5 @@
 #include "fsdp/dbuffer/redistribute.h"
 
-#include <cstring>
-
 #include "fsdp/base/check.h"
 #include "fsdp/layout/transition.h"
 
@@ -30,8 +28,7 @@ void gather(const DBuffer& from, const DBuffer& to, const Stream& stream, const 
     range = next;
   }
   if (source != to.address(range.begin)) {  // nothing was gathered: a local copy
-    stream.enqueue([source, destination = to.address(range.begin),
-                    bytes = static_cast<std::size_t>(to.size().value())] { std::memcpy(destination, source, bytes); });
+    from.mesh().mesh().runtime()->copy(to.address(range.begin), source, to.size(), stream);
   }
 }
 

@@ -44,8 +44,11 @@ DeviceMesh::DeviceMesh(World world, std::vector<MeshAxis> axes) {
     const int first = rank - (rank / stride % size) * stride;
     std::vector<int> ranks;
     for (int r = 0; r < size; ++r) ranks.push_back(first + r * stride);
-    communicators[i] = {world.create_communicator(ranks, axes[i].name + ".gather"),
-                        world.create_communicator(ranks, axes[i].name + ".reduce")};
+    communicators[i] = {world.create_communicator(ranks, axes[i].name + ".gather", GroupUse::gather),
+                        world.create_communicator(ranks, axes[i].name + ".reduce", GroupUse::reduce)};
+    const bool host_memory = !world.runtime()->device().is_cuda();
+    communicators[i].host =
+        host_memory ? communicators[i].gather : world.host().create_communicator(ranks, axes[i].name + ".host");
     stride *= size;
   }
   state_ = std::make_shared<State>(State{std::move(world), std::move(axes), std::move(communicators)});
@@ -56,11 +59,12 @@ DeviceMesh::DeviceMesh(World world, std::vector<std::string> names, std::vector<
              "expected one pair of communicators per axis: {} axes, {} pairs", names.size(), communicators.size());
   std::vector<MeshAxis> axes;
   for (std::size_t i = 0; i < names.size(); ++i) {
-    const auto& [gather, reduce] = communicators[i];
+    const auto& [gather, reduce, host] = communicators[i];
     FSDP_CHECK(gather && reduce, UsageError, "axis \"{}\": both communicators must be created", names[i]);
     FSDP_CHECK(gather.size() == reduce.size() && gather.rank() == reduce.rank(), UsageError,
                "axis \"{}\": the gather communicator has rank {} of {}, the reduce communicator rank {} of {}",
                names[i], gather.rank().value(), gather.size(), reduce.rank().value(), reduce.size());
+    if (!host && !world.runtime()->device().is_cuda()) communicators[i].host = gather;
     axes.push_back({names[i], gather.size()});
   }
   check_names(axes);

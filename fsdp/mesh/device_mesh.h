@@ -20,8 +20,8 @@ struct MeshAxis {
   int size = 1;
 };
 
-// What the two communicators of an axis are for.
-enum class Use : std::uint8_t { gather, reduce };
+// What the communicators of an axis are for. `host` exchanges host memory; on CPUs it is the one for gathers.
+enum class Use : std::uint8_t { gather, reduce, host };
 
 class DeviceMesh {
  public:
@@ -31,6 +31,7 @@ class DeviceMesh {
   // Over communicators the caller made and keeps alive, [axis]; rank and size of an axis are its communicators'.
   struct AxisCommunicators {
     Communicator gather, reduce;
+    Communicator host = {};  // may be left out: then units of different ranks are not compared
   };
   DeviceMesh(World world, std::vector<std::string> names, std::vector<AxisCommunicators> communicators);
 
@@ -44,7 +45,7 @@ class DeviceMesh {
   }
   [[nodiscard]] const Communicator& communicator(int axis, Use use) const {
     const auto& pair = state_->communicators[axis];
-    return use == Use::gather ? pair.gather : pair.reduce;
+    return use == Use::gather ? pair.gather : use == Use::reduce ? pair.reduce : pair.host;
   }
   [[nodiscard]] std::string describe() const;  // "outer=2 x inner=4"
 

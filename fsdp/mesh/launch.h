@@ -8,7 +8,8 @@
 namespace fsdp {
 
 struct LaunchOptions {
-  int ranks = 1;  // threads of this process, where no launcher has started several processes
+  // Threads of this process, where no launcher has started several processes; on CUDA one (spawn_ranks.h starts more).
+  int ranks = 1;
   WorldOptions world = {};
 };
 

@@ -4,6 +4,7 @@
 #include "fsdp/comm/processes/process.h"
 #include "fsdp/comm/processes/process_group.h"
 #include "fsdp/comm/processes/rendezvous.h"
+#include "fsdp/mesh/cuda_world.h"
 
 namespace fsdp {
 namespace {
@@ -38,9 +39,9 @@ std::optional<World> process_world(const Launcher& launcher, const WorldOptions&
   backend->size = size == 0 ? process->size() : size;
   if (process->rank() >= backend->size) return std::nullopt;
   backend->runtime = make_cpu_runtime();
-  backend->create_group = [process, id, deadline = options.deadline](
-                              std::span<const int> ranks, int group_rank,
-                              const std::string& key) -> std::shared_ptr<CommunicatorBackend> {
+  backend->create_group = [process, id, deadline = options.deadline](std::span<const int> ranks, int group_rank,
+                                                                     const std::string& key,
+                                                                     GroupUse) -> std::shared_ptr<CommunicatorBackend> {
     const std::vector<int> members(ranks.begin(), ranks.end());
     return std::make_shared<processes::ProcessGroup>(process,
                                                      processes::GroupOptions{.name = key.substr(0, key.find('/')),
@@ -52,7 +53,12 @@ std::optional<World> process_world(const Launcher& launcher, const WorldOptions&
                                                                              .deadline = deadline});
   };
   backend->abort = [process, id](const std::string& reason) { process->fail_world(id, reason); };
-  return World(std::move(backend));
+  if (!uses_cuda(options.device)) return World(std::move(backend));
+  const auto failure = [process, id] {
+    process->progress();
+    return process->failure(id);
+  };
+  return cuda_world(std::move(backend), launcher, failure, options.deadline);
 }
 
 }  // namespace fsdp

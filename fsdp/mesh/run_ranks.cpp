@@ -74,6 +74,10 @@ class GroupRegistry {
 }  // namespace
 
 void run_ranks(int size, const std::function<void(World)>& rank_main, const WorldOptions& options) {
+  FSDP_CHECK(
+      options.device != DeviceKind::cuda, UsageError,
+      "in-process ranks run on the CPU only: LibTorch has one backward thread a GPU, on which ranks would wait for "
+      "each other. Start one process a GPU (spawn_ranks, torchrun or mpirun)");
   FSDP_CHECK(size >= 1 && size <= kMaximumRanks, UsageError, "expected 1 to {} in-process ranks, got {}", kMaximumRanks,
              size);
   auto registry = std::make_shared<GroupRegistry>(options.deadline);
@@ -88,7 +92,7 @@ void run_ranks(int size, const std::function<void(World)>& rank_main, const Worl
     backend->rank = Rank(rank);
     backend->size = size;
     backend->runtime = make_cpu_runtime();
-    backend->create_group = [registry](std::span<const int> ranks, int group_rank, const std::string& key) {
+    backend->create_group = [registry](std::span<const int> ranks, int group_rank, const std::string& key, GroupUse) {
       return ThreadsGroup::join(registry->find_or_create(ranks, key), group_rank);
     };
     backend->abort = [registry](const std::string& reason) { registry->abort(reason); };

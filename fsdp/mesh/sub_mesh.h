@@ -16,6 +16,7 @@ class SubMesh {
   [[nodiscard]] const DeviceMesh& mesh() const { return mesh_; }
   [[nodiscard]] const std::vector<int>& sizes() const { return sizes_; }              // [axis of the strategy]
   [[nodiscard]] const std::vector<int>& coordinates() const { return coordinates_; }  // [axis of the strategy]
+  [[nodiscard]] const std::vector<int>& axes() const { return axes_; }                // index into the mesh's
   [[nodiscard]] int rank_count() const;                                               // product of the sizes
   [[nodiscard]] const Communicator& communicator(int axis, Use use) const {
     return mesh_.communicator(axes_[axis], use);

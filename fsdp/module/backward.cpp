@@ -31,6 +31,8 @@ void Scheduler::ensure_backward_started(FsdpModule& unit) {
   if (at::GradMode::is_enabled()) watched_before_backward_ = backward_watch::enter(nullptr, 0);
   backward_active_ = true;
   graph_task_ = task;
+  owes_prefetch_ = nullptr;
+  backward_prefetches_ = false;
   begin_pass(Phase::backward);
   const auto at_end = [this] { end_of_backward(); };
   if (recomputing.depth > 0)
@@ -69,6 +71,7 @@ void Scheduler::begin_backward_of(FsdpModule& unit) {
   if (at::GradMode::is_enabled())
     backward_watch::enter(&unit, unit.weight_version_);  // nodes of a second backward are the unit's as well
   unit.backward_span_ = issue_compute_span(unit.names_.backward_compute);
+  unit.backward_range_ = begin_range(unit.names_.backward_compute);
 }
 
 // The hooks on outputs come first; this is for backwards that enter elsewhere, and to see that units have been passed.
@@ -142,6 +145,7 @@ bool Scheduler::keep_for_next_microbatch(const FsdpModule& unit) const {
 
 // Weights stay: they may be needed for the gradients of inputs, frozen ones above all.
 void Scheduler::window_completed(FsdpModule& unit) {
+  if (owes_prefetch_ == &unit) pay_prefetch();  // before the reduction, on every rank
   if (unit.options().register_hooks)
     issue_reductions_in_order(/*at_end=*/false);
   else
@@ -158,6 +162,7 @@ trace::Span* Scheduler::issue_compute_span(const char* name) const {
 void Scheduler::end_backward_span(FsdpModule& unit) const {
   if (unit.backward_span_ != nullptr) unit.backward_span_->end = compute_stream().now();
   unit.backward_span_ = nullptr;
+  if (unit.backward_range_ != 0) end_range(std::exchange(unit.backward_range_, 0));
 }
 
 void Scheduler::close_open_windows() {
@@ -216,12 +221,13 @@ void Scheduler::join() {
   gather_stream_.record(gathered);  // a gather nobody read must not meet the optimizer's writes
   compute_stream().wait(reduced);
   compute_stream().wait(gathered);
+  accumulation_pool_.collect();
   for (auto& slot : slots_) recycle(slot);
 }
 
 void Scheduler::end_of_step() {
   for (auto& unit : units_) {
-    for (auto& group : unit->groups()) group->drop_unused_gradients();
+    for (auto& group : unit->groups()) counters_.waits_for_device += group->drop_unused_gradients() ? 1 : 0;
     if (unit->options().register_hooks) rest(*unit);
   }
   ++step_;
@@ -236,6 +242,7 @@ void Scheduler::warn_if_nobody_steps() {
     if (idle_steps_ > 0) idle_steps_ = 0;
     return;
   }
+  if (runtime().capturing()) return;  // reading a weight would wait for the device
   if (++idle_steps_ != 1 && idle_steps_ != kSuspicious) return;
   std::vector<double> samples;
   for (const auto& unit : units_) {

@@ -1,9 +1,9 @@
 #include "fsdp/module/context.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 
 #include "fsdp/base/check.h"
+#include "fsdp/mesh/rank_generator.h"
 #include "fsdp/module/scheduler.h"
 
 namespace fsdp {
@@ -41,7 +41,7 @@ void FsdpContext::finalize() { scheduler_->finalize(); }
 void FsdpContext::materialize(const InitFunction& init, const MaterializeOptions& options) {
   finalize();
   const auto fill = [&](const std::string& name, at::Tensor& whole) {
-    at::Generator generator = at::detail::createCPUGenerator(hash_name(name, options.seed));
+    at::Generator generator = new_generator(whole.device(), hash_name(name, options.seed));
     init(name, whole, generator);
   };
   for (auto* group : groups()) group->materialize(fill);
@@ -82,6 +82,29 @@ FsdpContext::MicrobatchScope::MicrobatchScope(Scheduler& scheduler, const Microb
 FsdpContext::MicrobatchScope::~MicrobatchScope() { scheduler_.microbatch() = previous_; }
 FsdpContext::MicrobatchScope FsdpContext::microbatch(const MicrobatchOptions& options) {
   return {*scheduler_, options};
+}
+
+FsdpContext::CapturedStep FsdpContext::capture(const std::function<at::Tensor()>& step) {
+  finalize();
+  scheduler_->check_idle("capture");
+  scheduler_->weights_changed();  // so that a replay reads leaves that were written since the capture
+  CapturedStep captured;
+  captured.context_ = shared_from_this();
+  try {
+    captured.graph_ = mesh().runtime()->capture([&] { captured.result_ = step(); });
+  } catch (...) {
+    scheduler_->reset();
+    throw;
+  }
+  scheduler_->weights_changed();  // what was recorded has not run
+  return captured;
+}
+
+at::Tensor FsdpContext::CapturedStep::replay() {
+  FSDP_CHECK(graph_ != nullptr, UsageError, "this captured step is empty: it comes from FsdpContext::capture");
+  graph_->replay();
+  context_->scheduler_->replayed();
+  return result_;
 }
 
 void FsdpContext::finish_grad_sync() { scheduler_->finish_grad_sync(); }

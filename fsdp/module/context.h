@@ -42,6 +42,8 @@ struct ContextCounters {
   std::int64_t prefetched = 0;        // of them, before they were needed
   std::int64_t reductions = 0;        // units reduced
   std::int64_t order_mismatches = 0;  // of Prefetch::recorded
+  std::int64_t arena_misses = 0;      // buffers that found no room in the arena and came from the allocator
+  std::int64_t waits_for_device = 0;  // by the host, to learn whether parameters that this rank did not use were used
   int peak_gathered_units = 0;
   int peak_reduce_slots = 0;  // at most 2
 };
@@ -95,6 +97,25 @@ class FsdpContext : public std::enable_shared_from_this<FsdpContext> {
   // Caller-driven mode: orders the current stream after every reduction of the step, once, before clip and optimizer.
   // Throws UsageError naming a unit with half its gradients, or with gradients that nobody reduced.
   void finish_grad_sync();
+
+  // Records one whole step as a CUDA graph: forwards, backwards, collectives, clipping and optimizer, as `step`
+  // enqueues them. Nothing of it runs. `replay()` runs it, with the same results bit for bit as calling `step`, at the
+  // host time of one launch; the tensor is what `step` returned (its loss, say) and has the values of the last replay.
+  //
+  // Run the step some times before, with the same shapes. Data comes in by copying it into tensors that `step` reads.
+  // The learning rate is read anew, which parameters are used is not. Throws UsageError with the reason when something
+  // in the step cannot be recorded; training can then go on uncaptured. All ranks capture, and replay, together.
+  class CapturedStep {
+   public:
+    at::Tensor replay();
+
+   private:
+    friend class FsdpContext;
+    std::shared_ptr<FsdpContext> context_;
+    std::unique_ptr<DeviceGraph> graph_;
+    at::Tensor result_;
+  };
+  [[nodiscard]] CapturedStep capture(const std::function<at::Tensor()>& step);
 
   // Says that leaves were written in a way that moves no version counter (through .data(), or by a kernel of one's own)
   // while no backward was between: the next forward then gathers anew. Optimizer steps and in-place writes need no

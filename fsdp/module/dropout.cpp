@@ -11,7 +11,7 @@ at::Tensor dropout(const at::Tensor& x, double p, bool training) {
   FSDP_CHECK(p >= 0 && p <= 1, UsageError, "dropout: probability {}, expected 0 to 1", p);
   if (!training || p == 0) return x;
   if (p == 1) return x * 0;
-  return x * at::empty_like(x).bernoulli_(1 - p, rank_generator()).div_(1 - p);
+  return x * at::empty_like(x).bernoulli_(1 - p, generator_for(x.device())).div_(1 - p);
 }
 
 namespace nn {

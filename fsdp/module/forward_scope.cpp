@@ -47,6 +47,7 @@ ForwardScope::ForwardScope(FsdpModule& unit) : unit_(unit) {
 void ForwardScope::start() {
   unit_.scheduler_.start_forward(unit_);
   span_ = unit_.scheduler_.issue_compute_span(unit_.names_.forward_compute);
+  range_ = unit_.scheduler_.begin_range(unit_.names_.forward_compute);
 }
 
 ForwardScope::~ForwardScope() {
@@ -56,6 +57,7 @@ ForwardScope::~ForwardScope() {
 }
 
 void ForwardScope::leave() {
+  if (range_ != 0) unit_.scheduler_.end_range(range_);
   backward_watch::enter(enclosing_, enclosing_ == nullptr ? 0 : enclosing_->weight_version_);
 }
 

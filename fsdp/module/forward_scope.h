@@ -43,6 +43,7 @@ class ForwardScope {
   FsdpModule* enclosing_ = nullptr;  // whose forward this one interrupts
   std::uint64_t first_node_ = 0;     // number of the first autograd node that it may make
   trace::Span* span_ = nullptr;      // forward_compute, when recording
+  std::uint64_t range_ = 0;          // the same for a profiler that is attached
   bool backward_expected_ = false;
   bool finished_ = false;
 };

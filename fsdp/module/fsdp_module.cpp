@@ -90,12 +90,17 @@ void FsdpModule::gradient_arrived(bool expected) {
     return;
   }
   FSDP_INVARIANT(window_ == Window::open);
-  if (expected && pending_ > 0 && --pending_ == 0) complete_window();
+  if (!expected || pending_ == 0) return;
+  --pending_;
+  scheduler_.gradient_arrived(*this);
+  if (pending_ == 0) complete_window();
 }
 
 void FsdpModule::complete_window() {
   for (auto& group : groups_) {
-    if (group->trainable()) group->close_window();
+    if (!group->trainable()) continue;
+    group->close_window();
+    group->prepare_reduction();
   }
   window_ = Window::complete;
   scheduler_.compute_stream().record(packed_event_);

@@ -141,6 +141,7 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
   bool lined_up_ = false;         // in the scheduler's line of reductions
   bool ran_[2] = {false, false};  // [phase] in this pass, under SkippedUnits::participate
   trace::Span* backward_span_ = nullptr;
+  std::uint64_t backward_range_ = 0;
 };
 
 }  // namespace fsdp

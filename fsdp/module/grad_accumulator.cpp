@@ -30,6 +30,11 @@ torch::autograd::variable_list GradAccumulator::apply(torch::autograd::variable_
   return {};
 }
 
+void GradAccumulator::follow_compute_stream() {
+  clear_input_metadata();
+  add_input_metadata(parameter_);
+}
+
 std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>& GradAccumulator::tensor_pre_hooks() noexcept {
   return torch::autograd::impl::hooks(parameter_);
 }

@@ -20,6 +20,9 @@ class GradAccumulator final : public torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   [[nodiscard]] std::string name() const override { return "fsdp::GradAccumulator"; }
 
+  // Autograd runs a node on the stream that was current when its input was described: describes it anew.
+  void follow_compute_stream();
+
   // The user's hooks on the parameter run as they would on AccumulateGrad.
   std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>& tensor_pre_hooks() noexcept override;
   std::unique_ptr<torch::autograd::PostAccumulateGradHook>& tensor_post_acc_grad_hooks() const noexcept override;

@@ -1,13 +1,16 @@
 // The part of FsdpParameterGroup that handles gradients: windows, their reduction, and the leaves' `.grad`.
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/slice.h>
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "fsdp/base/check.h"
 #include "fsdp/dbuffer/accumulate.h"
 #include "fsdp/dbuffer/redistribute.h"
 #include "fsdp/module/fsdp_module.h"
+#include "fsdp/module/gradient_packing.h"
 #include "fsdp/module/parameter_group.h"
 
 namespace fsdp {
@@ -26,6 +29,7 @@ bool FsdpParameterGroup::open_window(bool is_last, ReducePolicy policy, BufferPo
   direct_ = deferred() && accumulated_placements_ == partial_ && (!is_last || has_accumulated_);
   std::fill(arrived_.begin(), arrived_.end(), 0);
   std::fill(written_.begin(), written_.end(), 0);
+  if (packing_) packing_->begin_window();
   if (direct_) ensure_accumulated(accumulations);
   return is_last || !direct_;
 }
@@ -51,16 +55,20 @@ void FsdpParameterGroup::ensure_accumulated(BufferPool& accumulations) {
   if (accumulated_placements_ == partial_) clear_padding(*accumulated_);
 }
 
+// The reduce stream may still read it: it is kept until the end of backward has joined the streams.
 void FsdpParameterGroup::free_accumulated(BufferPool& accumulations) {
-  accumulations.release(accumulated_->storage().detach(), accumulated_->size());
+  accumulations.release_later(accumulated_->storage().detach(), accumulated_->size());
   has_accumulated_ = false;
 }
 
-void FsdpParameterGroup::clear_padding(const DBuffer& buffer) const {
+void FsdpParameterGroup::clear_padding(const DBuffer& buffer) {
   if (buffer.storage().data() == nullptr) return;
+  const auto width = static_cast<std::int64_t>(c10::elementSize(buffer.dtype()));
   for (const ElementRange& gap : padding_) {
-    std::memset(buffer.address(gap.begin), 0,
-                static_cast<std::size_t>(gap.length()) * c10::elementSize(buffer.dtype()));
+    if (packing_)
+      packing_->clear(buffer.address(gap.begin), gap.length());
+    else
+      runtime().clear(buffer.address(gap.begin), bytes_of(Elements(gap.length()), width), runtime().compute_stream());
   }
 }
 
@@ -98,6 +106,10 @@ bool FsdpParameterGroup::receive(int index, const at::Tensor& gradient) {
     }
     return expected;
   }
+  if (packing_) {
+    packing_->store(index, destination, gradient, overwrite);
+    return expected;
+  }
   at::NoGradGuard no_grad;
   if (overwrite)
     destination.copy_(gradient);
@@ -106,16 +118,22 @@ bool FsdpParameterGroup::receive(int index, const at::Tensor& gradient) {
   return expected;
 }
 
-at::Tensor FsdpParameterGroup::claim_gradient(int index) {
-  if (direct_ && has_accumulated_) return {};
-  if (written_[index] || destination().dtype() != dtypes_.compute) return {};
+FsdpParameterGroup::GradientPlace FsdpParameterGroup::claim_gradient(int index, bool wide_products) {
+  const bool adds = written_[index] || (direct_ && has_accumulated_);
+  const c10::ScalarType dtype = destination().dtype();
+  const bool wide = wide_products && dtype == c10::kFloat && dtypes_.compute != c10::kDouble;
+  if (adds ? !wide : (dtype != dtypes_.compute && !wide)) return {};
+  if (packing_) packing_->hand_over(index, dtype);
   written_[index] = 1;
-  return destination_view(index);
+  return {destination_view(index), adds};
 }
 
 void FsdpParameterGroup::close_window() {
   const DBuffer& buffer = destination();
-  if (buffer.storage().data() != nullptr) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) used_[i] |= written_[i];
+  if (packing_) {
+    close_window_on_device(buffer);
+  } else if (buffer.storage().data() != nullptr) {
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       if (written_[i]) {
         const auto begin = marks_begin_[i], end = marks_begin_[i + 1];
@@ -129,11 +147,26 @@ void FsdpParameterGroup::close_window() {
   if (direct_) has_accumulated_ = true;
 }
 
+void FsdpParameterGroup::close_window_on_device(const DBuffer& buffer) {
+  const std::int64_t shard = layout_->padded_size().value() / layout_->shard_count();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const ElementRange tensor = layout_->tensors()[i];
+    if (tensor.empty() || packing_->packed(static_cast<int>(i))) continue;
+    if (written_[i])
+      packing_->mark_used(buffer.address(tensor.begin), tensor.length(),
+                          (tensor.begin / shard + 1) * shard - tensor.begin, shard);
+    else if (!(direct_ && has_accumulated_))
+      packing_->fill_unused(buffer.address(tensor.begin), tensor.length());
+  }
+  packing_->run(buffer.dtype());
+}
+
 void FsdpParameterGroup::drop_accumulated(BufferPool& accumulations) {
   if (has_accumulated_) free_accumulated(accumulations);
 }
 
 void FsdpParameterGroup::abandon_window(BufferPool& slots, BufferPool& accumulations) {
+  if (packing_) packing_->abandon();
   if (slot_.storage().attached()) slots.release(slot_.storage().detach(), slot_.size());
   if (accumulated_ && accumulated_->storage().attached()) free_accumulated(accumulations);
   has_accumulated_ = false;
@@ -154,10 +187,26 @@ void FsdpParameterGroup::enqueue_accumulate(const DBuffer& to, const DBuffer& fr
                                 overwrite,
                                 {},
                                 range.begin};
+  if (Kernels* device = kernels()) {
+    const ScaledSum sum{arguments.destination,
+                        arguments.destination_dtype,
+                        arguments.source,
+                        arguments.source_dtype,
+                        arguments.count,
+                        divisor,
+                        overwrite};
+    stream.enqueue([device, sum] { device->scaled_sum(sum); });
+    return;
+  }
   if (range == main_weight_.range()) arguments.marks = local_marks_;
   const bool small = bytes_of(Elements(range.length()), static_cast<std::int64_t>(c10::elementSize(to.dtype()))) <=
                      unit_.inline_limit();
   stream.enqueue([arguments] { accumulate_on_cpu(arguments); }, {.small = small});
+}
+
+void FsdpParameterGroup::prepare_reduction() {
+  if (kernels() != nullptr && is_last_ && !any_gradient_defined())
+    ensure_main_gradient(/*fresh=*/true, /*set_to_zero=*/false);
 }
 
 void FsdpParameterGroup::reduce(const Stream& stream, BufferPool& slots, BufferPool& accumulations, const char* label) {
@@ -170,7 +219,8 @@ void FsdpParameterGroup::reduce(const Stream& stream, BufferPool& slots, BufferP
       has_accumulated_ = false;
     } else {
       slot_.storage().attach(slots.acquire(slot_.size()));
-      enqueue_accumulate(slot_, *accumulated_, slot_.range(), 1, /*overwrite=*/true, unit_.compute_stream());
+      order_after_compute(stream);
+      enqueue_accumulate(slot_, *accumulated_, slot_.range(), 1, /*overwrite=*/true, stream);
       free_accumulated(accumulations);
     }
     range = reduce_in_place(slot_, reduced_placements_, stream, label);
@@ -178,6 +228,7 @@ void FsdpParameterGroup::reduce(const Stream& stream, BufferPool& slots, BufferP
     range = reduce_in_place(slot_, accumulated_placements_, stream, label);
     if (deferred() && (!is_last_ || has_accumulated_)) {
       ensure_accumulated(accumulations);
+      if (!has_accumulated_) order_after_compute(stream);
       enqueue_accumulate(*accumulated_, slot_, range, 1, /*overwrite=*/!has_accumulated_, stream);
       has_accumulated_ = true;
       if (!is_last_) return;
@@ -187,7 +238,7 @@ void FsdpParameterGroup::reduce(const Stream& stream, BufferPool& slots, BufferP
     range = reduce_in_place(DBuffer::part_of(slot_, accumulated_placements_), reduced_placements_, stream, label);
   }
   FSDP_INVARIANT(range == main_weight_.range());
-  const bool overwrite = prepare_main_gradient();
+  const bool overwrite = prepare_main_gradient(stream);
   enqueue_accumulate(*main_gradient_.buffer, slot_, range, divisor_, overwrite, stream);
 }
 
@@ -206,7 +257,7 @@ bool FsdpParameterGroup::gradient_views_unshared() const {
 }
 
 // Memory and views for the main gradient.
-void FsdpParameterGroup::ensure_main_gradient(bool fresh) {
+bool FsdpParameterGroup::ensure_main_gradient(bool fresh, bool set_to_zero) {
   auto& [buffer, views] = main_gradient_;
   if (!buffer || (fresh && !gradient_views_unshared())) {  // first use, or somebody kept an old gradient
     buffer = std::make_unique<DBuffer>(mesh_, layout_, strategy_.optimizer, dtypes_.gradient,
@@ -215,44 +266,68 @@ void FsdpParameterGroup::ensure_main_gradient(bool fresh) {
     for (std::size_t i = 0; i < parameters_.size(); ++i)
       views.push_back(buffer->slice(buffer->piece(static_cast<int>(i))));
   }
-  if (!buffer->storage().attached()) buffer->allocate();
+  if (buffer->storage().attached()) return false;
+  if (set_to_zero)
+    buffer->allocate();
+  else
+    buffer->allocate_unset();
+  return true;
 }
 
 // Tensors that the user put in place of a leaf's gradient move into the main gradient; undefined ones stay undefined.
-void FsdpParameterGroup::adopt_gradients() {
-  ensure_main_gradient(/*fresh=*/false);
+bool FsdpParameterGroup::adopt_gradients() {
+  bool computes = ensure_main_gradient(/*fresh=*/false, /*set_to_zero=*/true);
   at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor& gradient = parameters_[i].leaf.mutable_grad();
     if (!gradient.defined() || gradient.is_same(main_gradient_.views[i])) continue;
     main_gradient_.views[i].copy_(gradient);
     gradient = main_gradient_.views[i];
+    computes = true;
   }
+  return computes;
 }
 
-// Before a reduction ends in the main gradient; returns whether it overwrites what is there.
-bool FsdpParameterGroup::prepare_main_gradient() {
+// Before a reduction ends in the main gradient.
+bool FsdpParameterGroup::prepare_main_gradient(const Stream& stream) {
   const bool accumulate = any_gradient_defined();
-  ensure_main_gradient(/*fresh=*/!accumulate);
-  if (accumulate) adopt_gradients();
+  // On a device what is overwritten, padding included, needs no zeros.
+  const bool zeros = accumulate || kernels() == nullptr;
+  bool computes = ensure_main_gradient(/*fresh=*/!accumulate, zeros);
+  if (accumulate) computes |= adopt_gradients();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor& gradient = parameters_[i].leaf.mutable_grad();
     if (gradient.defined()) continue;
-    if (accumulate) main_gradient_.views[i].zero_();
+    if (accumulate) {
+      main_gradient_.views[i].zero_();
+      computes = true;
+    }
     gradient = main_gradient_.views[i];
   }
+  if (computes) order_after_compute(stream);
   return !accumulate;
 }
 
-void FsdpParameterGroup::drop_unused_gradients() {
-  if (!main_gradient_.buffer || main_gradient_.buffer->storage().data() == nullptr) return;
+bool FsdpParameterGroup::drop_unused_gradients() {
+  if (!main_gradient_.buffer || main_gradient_.buffer->storage().data() == nullptr) return false;
   const DBuffer& buffer = *main_gradient_.buffer;
+  const bool on_device = kernels() != nullptr;
+  if (on_device && runtime().capturing()) return false;
+  bool waited = false;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const bool used_here = std::exchange(used_[i], 0) != 0;  // then it was used
     const ElementRange piece = buffer.piece(static_cast<int>(i));
     at::Tensor& gradient = parameters_[i].leaf.mutable_grad();
-    if (piece.empty() || !gradient.is_same(main_gradient_.views[i])) continue;
-    if (is_marked_unused(buffer.address(piece.begin), buffer.dtype())) gradient.reset();
+    if (used_here || piece.empty() || !gradient.is_same(main_gradient_.views[i])) continue;
+    if (on_device) {
+      const at::Tensor first = gradient.slice(0, 0, 1).to(c10::kCPU);
+      waited = true;
+      if (is_marked_unused(first.const_data_ptr(), buffer.dtype())) gradient.reset();
+    } else if (is_marked_unused(buffer.address(piece.begin), buffer.dtype())) {
+      gradient.reset();
+    }
   }
+  return waited;
 }
 
 at::Tensor FsdpParameterGroup::gradient_slice(ElementRange packed) {

@@ -6,16 +6,13 @@
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <vector>
 
-#include "fsdp/base/check.h"
-#include "fsdp/module/fsdp_module.h"
 #include "fsdp/module/grad_accumulator.h"
-#include "fsdp/module/parameter_group.h"
+#include "fsdp/module/weight_gradient.h"
 
 namespace fsdp {
 namespace {
@@ -41,7 +38,11 @@ class LinearBackward final : public torch::autograd::Node {
     const at::Tensor x2 = x.reshape({-1, columns_});
     // Under create_graph these are differentiable products; otherwise grad mode is off here.
     if (task_should_compute_output(0)) result[0] = at::mm(dy2, weight).view(x.sizes());
-    if (task_should_compute_output(1)) result[1] = weight_gradient(weight, dy2, x2);
+    if (task_should_compute_output(1)) {
+      WeightGradient gradient(weight);
+      gradient.add(dy2, x2);
+      result[1] = gradient.take();
+    }
     if (num_outputs() > 2 && task_should_compute_output(2)) result[2] = dy2.sum(0);
     return result;
   }
@@ -52,22 +53,6 @@ class LinearBackward final : public torch::autograd::Node {
   }
 
  private:
-  static at::Tensor weight_gradient(const at::Tensor& weight, const at::Tensor& dy2, const at::Tensor& x2) {
-    // autograd::grad asks for chosen gradients by value; only a plain backward delivers into the accumulator.
-    const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
-    const bool plain = (chosen == nullptr || chosen->empty()) && !at::GradMode::is_enabled();
-    GradAccumulator* accumulator = plain ? GradAccumulator::find(weight) : nullptr;
-    if (accumulator != nullptr && accumulator->group() != nullptr) {
-      accumulator->group()->unit().open_window();
-      at::Tensor place = accumulator->group()->claim_gradient(accumulator->index());
-      if (place.defined()) {
-        at::mm_out(place, dy2.t(), x2);
-        return {};
-      }
-    }
-    return at::mm(dy2.t(), x2);
-  }
-
   torch::autograd::SavedVariable x_, weight_;
   std::int64_t columns_, rows_;
 };

@@ -14,11 +14,14 @@ struct MemoryReport {
   Bytes main_gradients;  // reduced gradients that exist right now
   Bytes accumulated;     // gradients waiting for their reduction on the last microbatch
   // Transient.
+  Bytes
+      arena;  // registered memory beyond the resting weights in it; gathered weights and reduce slots take parts of it
   Bytes gathered, gathered_peak, gathered_reserved;  // whole weights: now, most at once, kept for reuse
   Bytes reduce_slots, reduce_slots_peak, reduce_slots_reserved;
 
   [[nodiscard]] Bytes total() const {
-    return main_weights + model_weights + main_gradients + accumulated + gathered_reserved + reduce_slots_reserved;
+    return main_weights + model_weights + main_gradients + accumulated + arena + gathered_reserved +
+           reduce_slots_reserved;
   }
 };
 

@@ -5,14 +5,15 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <cstring>
 #include <iterator>
+#include <utility>
 
 #include "fsdp/base/check.h"
 #include "fsdp/dbuffer/accumulate.h"
 #include "fsdp/dbuffer/redistribute.h"
 #include "fsdp/module/fsdp_module.h"
 #include "fsdp/module/grad_accumulator.h"
+#include "fsdp/module/gradient_packing.h"
 
 namespace fsdp {
 namespace {
@@ -138,11 +139,12 @@ void FsdpParameterGroup::check_ranks_agree() const {
   for (unsigned char c : description)
     hash = static_cast<std::int64_t>((static_cast<std::uint64_t>(hash) ^ c) * 1099511628211ULL);
   hash >>= 2;  // its negative and the maximum of both fit
-  const Stream stream = mesh_->mesh().runtime()->compute_stream();
+  const Stream stream = mesh_->mesh().world().host().runtime()->compute_stream();
   for (std::size_t axis = 0; axis < strategy_.axes.size(); ++axis) {
     std::int64_t extremes[2] = {hash, -hash};
-    mesh_->communicator(static_cast<int>(axis), Use::gather)
-        .all_reduce(extremes, extremes, Elements(2), c10::kLong, ReduceOp::max, stream, "FSDP:comparison of units");
+    const Communicator& hosts = mesh_->communicator(static_cast<int>(axis), Use::host);
+    if (!hosts) continue;  // the caller's own communicators, without one for hosts
+    hosts.all_reduce(extremes, extremes, Elements(2), c10::kLong, ReduceOp::max, stream, "FSDP:comparison of units");
     stream.synchronize();
     FSDP_CHECK(extremes[0] == hash && extremes[1] == -hash, UsageError,
                "fully_shard: ranks along mesh axis \"{}\" shard different parameters (names, shapes, dtypes or "
@@ -175,7 +177,7 @@ void FsdpParameterGroup::pack_values(bool synchronize) {
 
 void FsdpParameterGroup::store_shards(const DBuffer& whole_main) {
   main_weight_.flat().copy_(whole_main.slice(main_weight_.range()));
-  epoch_ = -1;
+  epoch_ = copied_version_ = -1;
 }
 
 void FsdpParameterGroup::install_views() {
@@ -224,6 +226,8 @@ void FsdpParameterGroup::install_accumulators() {
   }
   arrived_.resize(parameters_.size());
   written_.resize(parameters_.size());
+  used_.resize(parameters_.size());
+  if (Kernels* device = kernels()) packing_ = std::make_unique<GradientPacking>(*device, parameters_.size());
 }
 
 void FsdpParameterGroup::install_accumulator(int index, const at::Tensor& parameter) {
@@ -238,6 +242,15 @@ void FsdpParameterGroup::add_alias(int index, const at::Tensor& tensor) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
   install_accumulator(index, tensor);
   follow_requires_grad();
+}
+
+void FsdpParameterGroup::move_model_weight(void* part) {
+  Runtime& here = runtime();
+  const Stream compute = here.compute_stream();
+  c10::DataPtr now = part != nullptr ? c10::DataPtr(part, here.device()) : here.allocate(model_weight_.size(), compute);
+  here.copy(now.get(), model_weight_.storage().data(), model_weight_.size(), compute);
+  c10::DataPtr before = model_weight_.storage().detach();  // freed on compute, after the copy
+  model_weight_.storage().attach(std::move(now));
 }
 
 void FsdpParameterGroup::set_names(const std::vector<std::string>& prefixes) {
@@ -279,14 +292,28 @@ void FsdpParameterGroup::materialize(const std::function<void(const std::string&
 
 // --- Weights ---
 
+void FsdpParameterGroup::order_after_compute(const Stream& stream) const {
+  Event allocated;
+  runtime().compute_stream().record(allocated);
+  stream.wait(allocated);
+}
+
 void FsdpParameterGroup::refresh(std::int64_t epoch, const Stream& stream, const char* label) {
   if (epoch_ == epoch) return;
   epoch_ = epoch;
   if (!refresh_needed_) return;
   const DBuffer own = DBuffer::part_of(model_weight_, strategy_.optimizer);
-  if (dtypes_.compute != dtypes_.main)
+  if (dtypes_.compute != dtypes_.main && std::exchange(copied_version_, -1) != weight_version())
     enqueue_accumulate(own, main_weight_, own.range(), 1, /*overwrite=*/true, stream);
   if (strategy_.parameter != strategy_.optimizer) gather(own, model_weight_, stream, label);
+}
+
+void* FsdpParameterGroup::low_precision_copy(ElementRange packed) const {
+  return dtypes_.compute == dtypes_.main ? nullptr : model_weight_.address(packed.begin);
+}
+
+void FsdpParameterGroup::follow_compute_stream() {
+  for (auto& accumulator : accumulators_) accumulator->follow_compute_stream();
 }
 
 void FsdpParameterGroup::gather_whole(BufferPool& pool, const Stream& stream, const char* label) {
@@ -316,6 +343,7 @@ at::Tensor FsdpParameterGroup::full_tensor(int index, bool gradient, const Strea
     source.allocate();
     if (p.leaf.grad().defined()) source.slice(source.piece(index)).copy_(p.leaf.grad());
   }
+  order_after_compute(stream);
   gather(source, whole_main, stream, "FSDP:full_tensor");
   stream.synchronize();
   return whole_main.tensor(index, p.sizes, p.strides).clone();

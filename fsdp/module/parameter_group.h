@@ -27,6 +27,7 @@ namespace fsdp {
 
 class FsdpModule;
 class GradAccumulator;
+class GradientPacking;
 
 struct ParameterInfo {
   std::string name;                 // path from the unit's module until names are set, then from the root
@@ -58,6 +59,7 @@ class FsdpParameterGroup {
   [[nodiscard]] int expected_arrivals() const { return expected_arrivals_; }
   // Takes over what the user froze or unfroze; the leaves follow their parameters. Called before a forward.
   void follow_requires_grad();
+  [[nodiscard]] Kernels* kernels() const { return runtime().kernels(); }  // of the device; null on the CPU
   [[nodiscard]] const Dtypes& dtypes() const { return dtypes_; }
   [[nodiscard]] const SubMesh& mesh() const { return *mesh_; }
   [[nodiscard]] const GlobalLayout& layout() const { return *layout_; }
@@ -91,11 +93,19 @@ class FsdpParameterGroup {
   // Stores one gradient, adding to what came before; an undefined one only arrives. Returns whether it was expected:
   // a parameter used in several graphs of one backward delivers more often.
   bool receive(int index, const at::Tensor& gradient);
-  // Where a producer may write the gradient of parameter `index` itself, in the compute dtype; undefined when it must
-  // hand it over instead (already written in this window, other dtype, accumulating). Counts as written once asked for.
-  [[nodiscard]] at::Tensor claim_gradient(int index);
+  // Where a producer may write the gradient of parameter `index` itself; undefined when it must hand it over instead
+  // (already written in this window, or a dtype it cannot write). Counts as written once asked for. Without
+  // `wide_products` (products of low precision with an fp32 result) the place has the compute dtype and is not added
+  // to.
+  struct GradientPlace {
+    at::Tensor tensor;
+    bool add = false;  // to what is there
+  };
+  [[nodiscard]] GradientPlace claim_gradient(int index, bool wide_products);
   // Marks what was used, fills in what never came. May be repeated after late gradients.
   void close_window();
+  // Memory that the reduction will end in, before the event after which it may start.
+  void prepare_reduction();
   // Enqueues the reduction of a closed window on `stream`. Ends in the leaves' `.grad` or in `accumulated`.
   void reduce(const Stream& stream, BufferPool& slots, BufferPool& accumulations, const char* label);
   // The slot's memory, once its reduction was enqueued; empty when the window used none.
@@ -105,8 +115,10 @@ class FsdpParameterGroup {
   [[nodiscard]] bool has_accumulated() const { return has_accumulated_; }
   void drop_accumulated(BufferPool& accumulations);
   [[nodiscard]] bool any_gradient_defined() const;  // of the leaves
-  // Leaves whose parameter no rank used lose their `.grad`. The current stream has waited for the reductions.
-  void drop_unused_gradients();
+  // Leaves whose parameter no rank used lose their `.grad`. The current stream has waited for the reductions. On a
+  // device it reads something only where this rank did not use a parameter, and then waits; while a step is captured it
+  // does nothing. Returns whether it waited.
+  bool drop_unused_gradients();
   // Part of the main gradient, padding included; undefined while there is none. The leaves' `.grad` are read, so a
   // tensor that the user put in their place counts.
   [[nodiscard]] at::Tensor gradient_slice(ElementRange packed);
@@ -117,8 +129,19 @@ class FsdpParameterGroup {
   void zero_gradients(bool set_to_none);
   void abandon_window(BufferPool& slots, BufferPool& accumulations);  // after an error
 
+  // Where an optimizer may write the low-precision copy of the main weight's range itself, so that the next refresh has
+  // nothing to do: an address of dtype `dtypes().compute`, or null. It notes when it has written all of it; that holds
+  // for one refresh, since versions do not see every write.
+  [[nodiscard]] void* low_precision_copy(ElementRange packed) const;
+  void note_low_precision_copy() { copied_version_ = weight_version(); }
+  // Autograd runs accumulators on the stream that was current when they were made: make them anew for another one.
+  void follow_compute_stream();
+
   // A further tensor over the values of a parameter: it becomes a view of the whole weight, its gradients are added.
   void add_alias(int index, const at::Tensor& tensor);
+
+  // The resting weights that gathers send move to memory at `part` of a registered arena.
+  void move_model_weight(void* part);
 
   // Turns names into paths from the root; `prefixes` are those of the unit's modules, with their separator.
   void set_names(const std::vector<std::string>& prefixes);
@@ -132,6 +155,7 @@ class FsdpParameterGroup {
   [[nodiscard]] Bytes model_bytes() const;
   [[nodiscard]] Bytes gradient_bytes() const;
   [[nodiscard]] Bytes accumulated_bytes() const;
+  [[nodiscard]] Bytes resting_bytes() const { return model_weight_.size(); }  // what gathers send
   [[nodiscard]] Bytes slot_bytes() const { return slot_.size(); }
 
  private:
@@ -156,10 +180,15 @@ class FsdpParameterGroup {
   [[nodiscard]] at::Tensor& destination_view(int index) {
     return direct_ ? accumulated_views_[index] : slot_views_[index];
   }
-  void clear_padding(const DBuffer& buffer) const;
-  void ensure_main_gradient(bool fresh);
-  void adopt_gradients();
-  bool prepare_main_gradient();
+  [[nodiscard]] Runtime& runtime() const { return *mesh_->mesh().runtime(); }
+  // `stream` may use memory that was just allocated for, or written by, the stream that computes.
+  void order_after_compute(const Stream& stream) const;
+  void clear_padding(const DBuffer& buffer);
+  void close_window_on_device(const DBuffer& buffer);
+  // Both return whether they gave the stream that computes something to do.
+  bool ensure_main_gradient(bool fresh, bool set_to_zero);
+  bool adopt_gradients();
+  bool prepare_main_gradient(const Stream& stream);  // `stream` will write it; returns whether it overwrites
   [[nodiscard]] bool gradient_views_unshared() const;
   void enqueue_accumulate(const DBuffer& to, const DBuffer& from, ElementRange range, double divisor, bool overwrite,
                           const Stream& stream) const;
@@ -174,7 +203,8 @@ class FsdpParameterGroup {
   bool releasable_ = false;
   bool refresh_needed_ = false;  // main and model weight are not the same memory
   double divisor_ = 1;
-  std::int64_t epoch_ = -1;  // of the model weight
+  std::int64_t epoch_ = -1;           // of the model weight
+  std::int64_t copied_version_ = -1;  // of the main weight that the model weight is a copy of
   std::int64_t noted_writes_ = 0;
   std::string released_message_;
   PlacementList replicated_;
@@ -199,6 +229,8 @@ class FsdpParameterGroup {
   PlacementList accumulated_placements_;
   bool has_accumulated_ = false;
   std::vector<std::uint8_t> arrived_, written_;                 // [parameter]; arrived_ counts
+  std::vector<std::uint8_t> used_;                              // [parameter] by this rank, in any window of the step
+  std::unique_ptr<GradientPacking> packing_;                    // on a device
   std::vector<std::shared_ptr<GradAccumulator>> accumulators_;  // of parameters and aliases
 };
 

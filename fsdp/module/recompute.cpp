@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "fsdp/base/check.h"
@@ -33,28 +34,45 @@ namespace {
 
 using torch::autograd::variable_list;
 
-at::Tensor random_state() {
-  at::Generator& generator = rank_generator();
+// Of the rank on the CPU, and of the device that the function's arguments are on, if that is another.
+struct RandomState {
+  at::Tensor cpu, device;
+  c10::Device device_of_arguments = c10::kCPU;
+};
+
+at::Tensor state_of(at::Generator generator) {
   std::lock_guard lock(generator.mutex());
   return generator.get_state();
 }
 
-void set_random_state(const at::Tensor& state) {
-  at::Generator& generator = rank_generator();
+void set_state(at::Generator generator, const at::Tensor& state) {
   std::lock_guard lock(generator.mutex());
   generator.set_state(state);
+}
+
+RandomState random_state(c10::Device device) {
+  RandomState state{state_of(rank_generator()), {}, device};
+  if (device.is_cuda()) state.device = state_of(generator_for(device));
+  return state;
+}
+
+void set_random_state(const RandomState& state) {
+  set_state(rank_generator(), state.cpu);
+  if (state.device.defined()) set_state(generator_for(state.device_of_arguments), state.device);
 }
 
 // Random numbers as at the first run; what comes after goes on as if there had been no second one.
 class RandomScope {
  public:
-  explicit RandomScope(const at::Tensor& state) : outside_(random_state()) { set_random_state(state); }
+  explicit RandomScope(const RandomState& state) : outside_(random_state(state.device_of_arguments)) {
+    set_random_state(state);
+  }
   ~RandomScope() { set_random_state(outside_); }
   RandomScope(const RandomScope&) = delete;
   RandomScope& operator=(const RandomScope&) = delete;
 
  private:
-  at::Tensor outside_;
+  RandomState outside_;
 };
 
 // A backward inside a backward, on the same thread. Leaving it normally (`ended`) ends the backward of the units that
@@ -88,7 +106,7 @@ class NestedBackward {
 
 class RecomputeBackward final : public torch::autograd::Node {
  public:
-  RecomputeBackward(std::unique_ptr<detail::RecomputedCall> call, variable_list inputs, at::Tensor random,
+  RecomputeBackward(std::unique_ptr<detail::RecomputedCall> call, variable_list inputs, RandomState random,
                     const at::ThreadLocalState& thread_state)
       : call_(std::move(call)), inputs_(std::move(inputs)), random_(std::move(random)), thread_state_(thread_state) {
     for (const auto& input : inputs_) versions_.push_back(version(input));
@@ -170,7 +188,7 @@ class RecomputeBackward final : public torch::autograd::Node {
   std::unique_ptr<detail::RecomputedCall> call_;
   variable_list inputs_;
   std::vector<std::int64_t> versions_;  // [input]
-  at::Tensor random_;
+  RandomState random_;
   at::ThreadLocalState thread_state_;
 };
 
@@ -180,7 +198,7 @@ namespace detail {
 
 struct FirstRun::State {
   at::ThreadLocalState thread_state;
-  at::Tensor random = random_state();
+  RandomState random;
   bool tracked_later = std::exchange(recompute_state().tracks_later, true);
   const FsdpModule* first_unit = std::exchange(recompute_state().first_unit, nullptr);
   std::optional<at::NoGradGuard> no_grad;
@@ -191,7 +209,12 @@ struct FirstRun::State {
   }
 };
 
-FirstRun::FirstRun() : state_(std::make_unique<State>()) { state_->no_grad.emplace(); }
+FirstRun::FirstRun(const std::vector<at::Tensor>& inputs) : state_(std::make_unique<State>()) {
+  const auto on_device =
+      std::find_if(inputs.begin(), inputs.end(), [](const at::Tensor& t) { return t.defined() && t.is_cuda(); });
+  state_->random = random_state(on_device == inputs.end() ? c10::Device(c10::kCPU) : on_device->device());
+  state_->no_grad.emplace();
+}
 FirstRun::~FirstRun() = default;
 
 void FirstRun::attach(std::unique_ptr<RecomputedCall> call, std::vector<at::Tensor> inputs,

@@ -40,7 +40,7 @@ class RecomputedCall {
 // The first run: untracked, with what it depends on written down.
 class FirstRun {
  public:
-  FirstRun();
+  explicit FirstRun(const std::vector<at::Tensor>& inputs);
   ~FirstRun();
   FirstRun(const FirstRun&) = delete;
   FirstRun& operator=(const FirstRun&) = delete;
@@ -101,7 +101,7 @@ auto recompute(Function&& function, Args&&... args) {
   if (!at::GradMode::is_enabled()) return Result(std::apply(function, std::move(arguments)));
   auto inputs = detail::tensors_of(arguments);
   auto call = std::make_unique<detail::RecomputedCallOf<std::decay_t<Function>, Arguments>>(function, arguments);
-  detail::FirstRun first;
+  detail::FirstRun first(inputs);
   Result result = std::apply(function, std::move(arguments));
   auto outputs = detail::tensors_of(result);
   first.attach(std::move(call), std::move(inputs), outputs);

@@ -17,27 +17,49 @@ Scheduler::Scheduler(DeviceMesh mesh, ContextOptions options)
       options_(std::move(options)),
       gather_stream_(mesh_.runtime()->make_stream("gather")),
       reduce_stream_(options_.unify_communication_stream ? gather_stream_ : mesh_.runtime()->make_stream("reduce")),
-      gather_pool_(mesh_.runtime()),
+      gather_pool_(mesh_.runtime(), gather_stream_),
       slot_pool_(mesh_.runtime()),
       accumulation_pool_(mesh_.runtime()),
       slots_(2) {
   FSDP_CHECK(options_.prefetch.amount >= 0, UsageError, "prefetch amount {} is negative", options_.prefetch.amount);
   FSDP_CHECK(options_.reduction.delay >= 0, UsageError, "reduction delay {} is negative", options_.reduction.delay);
+  FSDP_CHECK(options_.recorder == nullptr || mesh_.runtime()->kernels() == nullptr, UsageError,
+             "ContextOptions::recorder: on a GPU the host does not see when something runs; use fsdp::profile_device");
   if (options_.recorder) mesh_.runtime()->set_recorder(options_.recorder);
   backward_watch::install(&Scheduler::before_node);
   for (int axis = 0; axis < mesh_.axis_count(); ++axis) {
     mesh_.communicator(axis, Use::gather).set_inline_limit(options_.inline_limit);
     mesh_.communicator(axis, Use::reduce).set_inline_limit(options_.inline_limit);
+    if (!options_.check) continue;
+    for (Use use : {Use::gather, Use::reduce}) mesh_.communicator(axis, use).set_check(true);
   }
 }
 
 Scheduler::~Scheduler() {
+  if (std::uncaught_exceptions() > 0 && mesh_.runtime()->kernels() != nullptr) {
+    // What runs on a GPU may wait for a peer that will never come, and peers may still reach into the arena.
+    static_cast<void>(arena_.release());
+    return;
+  }
   for (const Stream* stream : {&gather_stream_, &reduce_stream_}) {
     try {
       stream->synchronize();
     } catch (const std::exception&) {  // it was thrown to whoever waited, or nobody will
     }
   }
+  if (arena_ == nullptr) return;
+  try {
+    // Leaves and the module's tensors may live on: what they look at leaves the arena.
+    for (auto& unit : units_) {
+      drop_own(*unit);
+      for (auto& group : unit->groups_) {
+        if (group->releasable()) group->move_model_weight(nullptr);
+      }
+    }
+    compute_stream().synchronize();
+  } catch (const std::exception&) {  // as above
+  }
+  for (const auto& group : arena_groups_) group->deregister_symmetric(arena_->base());
 }
 
 trace::Span* Scheduler::issue_span(const char* name, trace::Kind kind, const Stream& stream) const {
@@ -63,6 +85,7 @@ void Scheduler::begin_epoch_if_needed() {
   compute_stream().record(written);
   gather_stream_.wait(written);
   follow_requires_grad();
+  follow_compute_stream();
   stamp_operations();
   // Several forwards before one backward (two roots, a module run twice) read the same weights, unless a leaf changed.
   // Steps count on every rank, also where a rank's own shards are empty: all ranks must begin the same epochs.
@@ -76,6 +99,14 @@ void Scheduler::begin_epoch_if_needed() {
   leaf_versions_ = versions;
   for (auto& unit : units_) {
     for (auto& group : unit->groups()) group->drop_gradient_memory();
+  }
+}
+
+void Scheduler::follow_compute_stream() {
+  const StreamBackend* current = compute_stream().backend();
+  if (std::exchange(compute_backend_, current) == current) return;
+  for (auto& unit : units_) {
+    for (auto& group : unit->groups()) group->follow_compute_stream();
   }
 }
 
@@ -119,6 +150,17 @@ void Scheduler::weights_changed() {
   }
 }
 
+void Scheduler::check_idle(const char* action) const {
+  FSDP_CHECK(forward_depth_ == 0 && !backward_active_ && !awaiting_backward_ && microbatches_ == 0, UsageError,
+             "{}: only between steps: a forward, a backward or an accumulation over microbatches is under way", action);
+}
+
+void Scheduler::replayed() {
+  weights_changed();
+  ++updates_;
+  ++step_;
+}
+
 bool Scheduler::current(const FsdpModule& unit) const {
   const auto own = [&](const FsdpModule& u) { return u.groups_.empty() || (u.gathered_ && u.epoch_ == epoch_); };
   return own(unit) &&
@@ -149,6 +191,7 @@ void Scheduler::gather_own(FsdpModule& unit) {
   trace::Span* span = issue_span(unit.names_.unshard, trace::Kind::unit, gather_stream_);
   const char* label = unit.names_.unshard;
   for (auto& group : unit.groups_) group->refresh(epoch_, gather_stream_, label);
+  if (arena_ != nullptr && unit.releasable_ && !arena_->has_room(unit.gathered_bytes_)) reclaim_slots();
   for (auto& group : unit.groups_) group->gather_whole(gather_pool_, gather_stream_, label);
   gather_stream_.record(unit.gathered_event_);
   if (span != nullptr) span->end = gather_stream_.now();
@@ -232,9 +275,24 @@ void Scheduler::prefetch_after(FsdpModule& unit, Phase phase) {
 void Scheduler::need(FsdpModule& unit, std::optional<Phase> phase) {
   if (phase) catch_up(*phase, unit.index());
   issue_gather(unit);
-  if (phase) prefetch_after(unit, *phase);
+  const bool late = phase == Phase::backward && options_.late_first_prefetch && in_backward_.empty() &&
+                    !std::exchange(backward_prefetches_, true);
+  if (late && unit.trainable_count_ > 0) {
+    owes_prefetch_ = &unit;
+  } else if (phase) {
+    pay_prefetch();
+    prefetch_after(unit, *phase);
+  }
   if (phase == Phase::backward) drain_delayed_reductions();
   wait_for_weights(unit);
+}
+
+void Scheduler::pay_prefetch() {
+  if (owes_prefetch_ != nullptr) prefetch_after(*std::exchange(owes_prefetch_, nullptr), Phase::backward);
+}
+
+void Scheduler::gradient_arrived(FsdpModule& unit) {
+  if (owes_prefetch_ == &unit && 2 * unit.pending_ <= unit.trainable_count_) pay_prefetch();
 }
 
 void Scheduler::wait_for_weights(FsdpModule& unit) {
@@ -426,6 +484,8 @@ void Scheduler::reset() {
   recomputed_.clear();
   began_nested_.clear();
   backward_error_ = nullptr;
+  owes_prefetch_ = nullptr;
+  backward_prefetches_ = false;
   for (auto& unit : units_) {
     unit->release_queued_ = unit->borrowing_ = unit->held_ = false;
     unit->borrowers_ = 0;
@@ -443,6 +503,7 @@ void Scheduler::reset() {
     unit->slot_ = -1;
     for (auto& group : unit->groups_) group->abandon_window(slot_pool_, accumulation_pool_);
   }
+  accumulation_pool_.collect();
   for (auto& slot : slots_) {
     slot.in_use = false;
     slot.done = Event();
@@ -467,6 +528,7 @@ MemoryReport Scheduler::memory_report() const {
       report.accumulated += group->accumulated_bytes();
     }
   }
+  if (arena_ != nullptr) report.arena = arena_->size() - arena_resting_;
   report.gathered = gather_pool_.in_use();
   report.gathered_peak = gather_pool_.peak();
   report.gathered_reserved = gather_pool_.reserved();
@@ -479,6 +541,7 @@ MemoryReport Scheduler::memory_report() const {
 ContextCounters Scheduler::counters() const {
   ContextCounters counters = counters_;
   counters.order_mismatches = recorded_.mismatches();
+  counters.arena_misses = gather_pool_.misses() + slot_pool_.misses();
   return counters;
 }
 

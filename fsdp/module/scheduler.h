@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "fsdp/dbuffer/arena.h"
 #include "fsdp/dbuffer/buffer_pool.h"
 #include "fsdp/mesh/device_mesh.h"
 #include "fsdp/module/context.h"
@@ -56,13 +57,16 @@ class Scheduler {
   void end_scope(FsdpModule& unit);                         // its weights were gathered for reading
   [[nodiscard]] bool in_use(const FsdpModule& unit) const;  // by a forward, or kept for a backward to come
   void take_slot(FsdpModule& unit);
-  void line_up(FsdpModule& unit);  // in the order in which units' reductions are issued
+  void line_up(FsdpModule& unit);           // in the order in which units' reductions are issued
+  void gradient_arrived(FsdpModule& unit);  // one of an open window
   void window_completed(FsdpModule& unit);
   void reduce(FsdpModule& unit);
   void launch_queued(FsdpModule& unit);  // a delayed reduction whose unit needs its window again
   void finish_grad_sync();
   void weights_changed();
   void optimizer_stepped() { ++updates_; }
+  void check_idle(const char* action) const;  // throws UsageError inside a forward, backward or accumulation
+  void replayed();                            // a captured step, with its optimizer, was enqueued
   void check_gradients_reduced(const char* action) const;  // throws UsageError naming the unit
   void drop_accumulated();
   void reset();
@@ -87,6 +91,8 @@ class Scheduler {
   // A span of the unit's own operations, when recording; null otherwise.
   [[nodiscard]] trace::Span* issue_span(const char* name, trace::Kind kind, const Stream& stream) const;
   [[nodiscard]] trace::Span* issue_compute_span(const char* name) const;
+  std::uint64_t begin_range(const char* name) const { return runtime().begin_range(name); }
+  void end_range(std::uint64_t range) const { runtime().end_range(range); }
 
  private:
   struct ReduceSlot {
@@ -113,9 +119,11 @@ class Scheduler {
   std::int64_t note_weight_versions();  // of all units; returns their sum
   [[nodiscard]] bool any_gradient_defined() const;
   void follow_requires_grad();
+  void follow_compute_stream();
   void stamp_operations();  // with the microbatch they belong to
   void warn_if_nobody_steps();
   void need(FsdpModule& unit, std::optional<Phase> phase);
+  void pay_prefetch();
   void prefetch_after(FsdpModule& unit, Phase phase);
   [[nodiscard]] bool current(const FsdpModule& unit) const;  // its weights, and those it borrows, are on their way
   void wait_for_weights(FsdpModule& unit);                   // the current stream
@@ -152,6 +160,8 @@ class Scheduler {
   void join();  // the current stream waits for all communication
   void end_of_step();
 
+  void make_arena();     // collective
+  void reclaim_slots();  // in the arena
   void drain_releases(std::size_t target);
   void drain_reductions(std::size_t target);
   void drain_delayed_reductions();  // those that waited for a gather of backward
@@ -160,9 +170,13 @@ class Scheduler {
 
   DeviceMesh mesh_;
   ContextOptions options_;
-  Stream gather_stream_, reduce_stream_;  // the same stream when unified
-  BufferPool gather_pool_;                // used on the gather stream only
-  BufferPool slot_pool_;                  // written by compute, guarded by the slots' events
+  Stream gather_stream_, reduce_stream_;                            // the same stream when unified
+  std::unique_ptr<Arena> arena_;                                    // registered memory; null without
+  std::vector<std::shared_ptr<CommunicatorBackend>> arena_groups_;  // that it is registered with
+  Bytes arena_resting_;                                             // of it: resting weights
+  std::string memory_path_;                                         // how gathers and reductions go, for the summary
+  BufferPool gather_pool_;                                          // used on the gather stream only
+  BufferPool slot_pool_;                                            // written by compute, guarded by the slots' events
   BufferPool accumulation_pool_;
 
   // Units.
@@ -195,6 +209,9 @@ class Scheduler {
   std::int64_t leaf_versions_ = 0;  // when the epoch started
   std::int32_t updates_ = 0;        // steps of the library's own optimizers
   int forward_depth_ = 0;
+  bool backward_prefetches_ = false;                // this backward has come to its first prefetch
+  FsdpModule* owes_prefetch_ = nullptr;             // the first unit of this backward, with late_first_prefetch
+  const StreamBackend* compute_backend_ = nullptr;  // of the stream on which accumulators run
   bool backward_active_ = false;
   int graph_task_ = -1;
   bool selective_backward_ = false;    // for chosen inputs only (autograd::grad): no parameter receives a gradient

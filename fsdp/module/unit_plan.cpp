@@ -97,7 +97,10 @@ void Scheduler::plan_parameter(UnitPlan& plan, const at::Tensor& parameter, cons
              "fully_shard: parameter \"{}\" is the result of an operation; shard leaves only", name);
   FSDP_CHECK(parameter.layout() == c10::kStrided, UsageError,
              "fully_shard: parameter \"{}\" is not dense; only dense parameters can be sharded", name);
-  FSDP_CHECK(parameter.is_meta() || parameter.device() == runtime().device() || runtime().device().is_meta(),
+  const c10::Device device = runtime().device();
+  // From the CPU values move to a GPU here.
+  FSDP_CHECK(parameter.is_meta() || parameter.device() == device || device.is_meta() ||
+                 (parameter.is_cpu() && device.is_cuda()),
              UsageError, "fully_shard: parameter \"{}\" is on {}, expected {} or meta", name, parameter.device().str(),
              runtime().device().str());
   if (parameter.numel() > 0) {

@@ -102,6 +102,8 @@ FsdpModule& Scheduler::add_unit(std::vector<std::shared_ptr<torch::nn::Module>> 
   for (auto& buffer : unit->buffers_) {
     const auto& dtype = options.mixed_precision.buffer_dtype;
     if (dtype && buffer.tensor.is_floating_point()) buffer.tensor.set_data(buffer.tensor.to(*dtype));
+    if (runtime().device().is_cuda() && buffer.tensor.is_cpu())
+      buffer.tensor.set_data(buffer.tensor.to(runtime().device()));
     unit->buffers_on_meta_ |= buffer.tensor.is_meta() && !runtime().device().is_meta();
   }
   if (!unit->buffers_on_meta_) synchronize_buffers(*unit);

@@ -95,9 +95,10 @@ void Scheduler::log_summary() const {
   log::write(
       log::Level::info,
       fmt::format("fsdp: {} units, {} parameters of {} elements ({} frozen), {} buffers of {}; on mesh {} over {} "
-                  "ranks by {}; {}; a unit takes {} to {} gathered (largest {}); prefetch {}, reductions {}, {}",
+                  "ranks by {}{}; {}; a unit takes {} to {} gathered (largest {}); prefetch {}, reductions {}, {}",
                   units_.size(), parameters, elements, frozen, buffers, scaled(buffer_bytes), mesh_.describe(),
-                  mesh_.world().size(), mesh_.world().backend_name(), how, scaled(std::min(smallest, largest)),
+                  mesh_.world().size(), mesh_.world().backend_name(),
+                  memory_path_.empty() ? "" : " (" + memory_path_ + ")", how, scaled(std::min(smallest, largest)),
                   scaled(largest), largest_name, prefetch_of(options_.prefetch),
                   options_.reduction.delay > 0 ? fmt::format("delayed by {}", options_.reduction.delay)
                                                : std::string("immediate"),

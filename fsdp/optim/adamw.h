@@ -21,6 +21,8 @@ class AdamW final : public ShardedOptimizer {
  private:
   void update(const std::vector<ShardRun*>& runs, const std::vector<at::Tensor>& gradients,
               const ParameterOptions& options, const std::optional<at::Tensor>& skip) override;
+  void update_on_device(const std::vector<DeviceRun>& runs, const at::Tensor& learning_rate,
+                        const std::optional<at::Tensor>& skip) override;
   AdamWOptions options_;
 };
 

@@ -1,14 +1,19 @@
 #include "fsdp/optim/clip_grad_norm.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/dot.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include <map>
+#include <utility>
 #include <vector>
 
 #include "fsdp/base/check.h"
@@ -35,16 +40,24 @@ at::Tensor grad_norm(FsdpContext& context) {
   const DeviceMesh& mesh = context.mesh();
   const auto device = mesh.runtime()->device();
   const auto wide = at::TensorOptions().device(device).dtype(device.is_cuda() ? at::kFloat : at::kDouble);
-  std::map<std::vector<int>, at::Tensor> sums;  // axes of the sum -> squares of this rank's elements
+  std::map<std::vector<int>, at::Tensor> sums;                 // axes of the sum -> squares of this rank's elements
+  std::map<std::vector<int>, std::vector<at::Tensor>> pieces;  // on a GPU: gradients, summed by few kernels
   for (FsdpParameterGroup* group : context.groups()) {
     if (!group->trainable()) continue;
     // Every rank makes an entry for the same axes, whether or not it holds gradients: the collectives must agree.
-    at::Tensor& sum = sums.try_emplace(split_axes(*group, mesh), at::zeros({}, wide)).first->second;
+    const auto axes = split_axes(*group, mesh);
+    at::Tensor& sum = sums.try_emplace(axes, at::zeros({}, wide)).first->second;
     for (const at::Tensor& gradient : group->defined_gradients()) {
+      if (device.is_cuda()) {
+        pieces[axes].push_back(gradient);
+        continue;
+      }
       const at::Tensor wide_gradient = gradient.to(sum.scalar_type());
       sum.add_(at::dot(wide_gradient, wide_gradient));
     }
   }
+  for (const auto& [axes, gradients] : pieces)
+    sums[axes].add_(at::stack(at::_foreach_norm(gradients, 2, at::kFloat)).square().sum());
   const Stream stream = mesh.runtime()->compute_stream();
   at::Tensor total = at::zeros({}, wide);
   for (auto& [axes, sum] : sums) {
@@ -64,9 +77,15 @@ at::Tensor clip_grad_norm_(FsdpContext& context, double max_norm) {
   at::NoGradGuard no_grad;
   const at::Tensor wanted = at::clamp((norm + 1e-6).reciprocal().mul(max_norm), {}, 1.0);
   const at::Tensor scale = at::where(at::isfinite(norm), wanted, at::ones_like(norm));
+  std::vector<at::Tensor> gradients;
   for (FsdpParameterGroup* group : context.groups()) {
     if (!group->trainable()) continue;
-    for (at::Tensor gradient : group->defined_gradients()) gradient.mul_(scale);
+    for (at::Tensor& gradient : group->defined_gradients()) gradients.push_back(std::move(gradient));
+  }
+  if (scale.is_cuda() && !gradients.empty()) {
+    at::_foreach_mul_(gradients, scale);
+  } else {
+    for (at::Tensor& gradient : gradients) gradient.mul_(scale);
   }
   return norm;
 }

@@ -1,6 +1,7 @@
 #include "fsdp/optim/optimizer.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/fill.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -13,11 +14,16 @@
 namespace fsdp {
 
 ShardedOptimizer::ShardedOptimizer(FsdpContext& context, double learning_rate, int state_count,
-                                   ParameterOptionsFunction options)
+                                   ParameterOptionsFunction options, bool own_kernel)
     : context_(context.weak_from_this()), state_count_(state_count), options_(std::move(options)) {
-  set_learning_rate(learning_rate);
   context.finalize();
+  if (own_kernel) kernels_ = context.mesh().runtime()->kernels();
+  for (const FsdpParameterGroup* group : context.groups()) {
+    if (group->dtypes().main == c10::kDouble || group->dtypes().gradient == c10::kDouble) kernels_ = nullptr;
+  }
   skipped_ = at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(context.mesh().runtime()->device()));
+  if (kernels_ != nullptr) device_rate_ = at::zeros_like(skipped_);
+  set_learning_rate(learning_rate);
   add_trainable_groups(context);
 }
 
@@ -31,7 +37,8 @@ void ShardedOptimizer::add_trainable_groups(FsdpContext& context) {
       const ParameterOptions chosen = options_ ? options_(p.name, p.sizes) : ParameterOptions{};
       const ElementRange piece = weight.piece(static_cast<int>(i));
       if (piece.empty()) continue;
-      if (runs_.size() > known && runs_.back().group == group && runs_.back().options == chosen) {
+      if (runs_.size() > known && kernels_ == nullptr && runs_.back().group == group &&
+          runs_.back().options == chosen) {
         runs_.back().range.end = piece.end;
       } else {
         runs_.push_back({group, {}, piece, chosen, {}, {}, {}});
@@ -75,6 +82,7 @@ void ShardedOptimizer::set_learning_rate(double learning_rate) {
   FSDP_CHECK(std::isfinite(learning_rate) && learning_rate >= 0, UsageError,
              "the learning rate is {}, expected a finite number of 0 or more", learning_rate);
   learning_rate_ = learning_rate;
+  if (device_rate_.defined()) device_rate_.fill_(learning_rate);
 }
 
 void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
@@ -91,6 +99,7 @@ void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
     skip = at::isfinite(*gradient_norm).logical_not().to(at::kFloat);
     skipped_.add_(*skip);
   }
+  if (kernels_ != nullptr) return step_on_device(skip);
   for (std::size_t i = 0; i < runs_.size(); ++i) {
     const auto& parameters = runs_[i].parameters;
     const auto defined = std::count_if(parameters.begin(), parameters.end(),
@@ -113,6 +122,30 @@ void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
       gradients.push_back(gradient.to(run.weight.scalar_type()));
     }
     if (!runs.empty()) update(runs, gradients, runs_[i].options, skip);
+  }
+}
+
+void ShardedOptimizer::step_on_device(const std::optional<at::Tensor>& skip) {
+  std::vector<DeviceRun> runs;
+  FsdpParameterGroup* group = nullptr;
+  std::byte* gradients = nullptr;  // of the group's whole shard
+  for (ShardRun& run : runs_) {
+    const ElementRange shard = run.group->main_weight().range();
+    if (run.group != group) {
+      group = run.group;
+      const at::Tensor whole = group->gradient_slice(shard);
+      gradients = whole.defined() ? static_cast<std::byte*>(whole.mutable_data_ptr()) : nullptr;
+    }
+    if (gradients == nullptr || !group->parameters()[run.parameters.front()].leaf.grad().defined()) continue;
+    const auto width = static_cast<std::int64_t>(c10::elementSize(group->dtypes().gradient));
+    runs.push_back({&run, gradients + (run.range.begin - shard.begin) * width, group->low_precision_copy(run.range)});
+  }
+  if (!runs.empty()) update_on_device(runs, device_rate_, skip);
+  for (FsdpParameterGroup* updated : groups_) {
+    const auto& parameters = updated->parameters();
+    // A skipped update leaves weights and copies as they are; a parameter without gradient was not copied.
+    if (std::all_of(parameters.begin(), parameters.end(), [](const auto& p) { return p.leaf.grad().defined(); }))
+      updated->note_low_precision_copy();
   }
 }
 

@@ -1,7 +1,9 @@
 // What the library's own optimizers share: per-parameter options and fused updates over flat shards.
 //
-// Neighbouring parameters of a group with equal options are updated as one run of the flat shard, so the number of
-// kernels depends on the number of options and not on the number of parameters. State has the dtype of the main weight.
+// On a device AdamW is one kernel for many parameters of any dtypes, which also writes the low-precision weights.
+// Elsewhere neighbouring parameters of a group with equal options are updated as one run of the flat shard, so the
+// number of kernels depends on the number of options and not on the number of parameters. State has the dtype of the
+// main weight.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,6 +41,13 @@ struct ShardRun {
   at::Tensor step;  // fp32 scalar: updates this run has seen
 };
 
+// A run whose gradients exist, with what the library's own kernel needs of it.
+struct DeviceRun {
+  ShardRun* run = nullptr;
+  void* gradient = nullptr;       // of the run's range
+  void* low_precision = nullptr;  // where the new weights go rounded to the compute dtype; null: nowhere
+};
+
 class ShardedOptimizer {
  public:
   virtual ~ShardedOptimizer() = default;
@@ -61,13 +70,21 @@ class ShardedOptimizer {
 
  protected:
   // `state_count` tensors a run, zero-filled. Groups that are unfrozen later get theirs at the next step.
-  ShardedOptimizer(FsdpContext& context, double learning_rate, int state_count, ParameterOptionsFunction options);
+  // `own_kernel`: update_on_device is used where there is a device with kernels.
+  ShardedOptimizer(FsdpContext& context, double learning_rate, int state_count, ParameterOptionsFunction options,
+                   bool own_kernel = false);
 
   // Updates runs that share their options. `skip`: fp32 scalar, 1 when nothing may change.
   virtual void update(const std::vector<ShardRun*>& runs, const std::vector<at::Tensor>& gradients,
                       const ParameterOptions& options, const std::optional<at::Tensor>& skip) = 0;
 
+  // Optimizers with a kernel of their own get all runs at once instead, each one parameter's.
+  virtual void update_on_device(const std::vector<DeviceRun>&, const at::Tensor& /*learning_rate*/,
+                                const std::optional<at::Tensor>& /*skip*/) {}
+  [[nodiscard]] Kernels* kernels() const { return kernels_; }
+
  private:
+  void step_on_device(const std::optional<at::Tensor>& skip);
   void add_trainable_groups(FsdpContext& context);
   void split(std::size_t run);  // into one run per parameter, when their gradients stop coming together
 
@@ -77,9 +94,11 @@ class ShardedOptimizer {
   double learning_rate_;
   const int state_count_;
   const ParameterOptionsFunction options_;
-  std::set<const FsdpParameterGroup*> groups_;  // with runs
+  std::set<FsdpParameterGroup*> groups_;  // with runs
   std::vector<ShardRun> runs_;
-  at::Tensor skipped_;  // fp32 scalar
+  Kernels* kernels_ = nullptr;  // of a device, where update_on_device is used
+  at::Tensor skipped_;          // fp32 scalar
+  at::Tensor device_rate_;      // fp32 scalar on a device: a captured step reads it
 };
 
 }  // namespace fsdp

@@ -42,7 +42,7 @@ TEST(SimulatedRuntime, StartsAtZeroOnTheMetaDevice) {
   const auto runtime = make_simulated_runtime(unit_costs());
   EXPECT_EQ(runtime->device(), c10::Device(c10::kMeta));
   EXPECT_EQ(runtime->compute_stream().now(), 0);
-  EXPECT_EQ(runtime->allocate(Bytes(1 << 30)).get(), nullptr);
+  EXPECT_EQ(runtime->allocate(Bytes(1 << 30), runtime->compute_stream()).get(), nullptr);
 }
 
 TEST(SimulatedRuntime, AProductCostsTwoFlopsATerm) {

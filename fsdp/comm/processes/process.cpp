@@ -1,14 +1,11 @@
 #include "fsdp/comm/processes/process.h"
 
-#include <dlfcn.h>
-
 #include <condition_variable>
 #include <exception>
-#include <filesystem>
 #include <thread>
 
 #include "fsdp/base/check.h"
-#include "fsdp/base/env.h"
+#include "fsdp/base/module_file.h"
 #include "fsdp/comm/processes/backoff.h"
 
 namespace fsdp::processes {
@@ -19,30 +16,11 @@ constexpr std::size_t kLargestMessage = 1 << 20;
 constexpr std::size_t kRoomForText = 512;  // what label and counts of a usual message take
 constexpr std::chrono::milliseconds kPatienceAfterFailure{2000};
 
-// In FSDP_MODULE_DIR when that is set; else in ../lib of the program, or wherever its run path leads.
-std::string find_module(const std::string& name) {
-  if (const auto folder = env::text("FSDP_MODULE_DIR")) return *folder + "/" + name;
-  std::error_code error;
-  const auto program = std::filesystem::read_symlink("/proc/self/exe", error);
-  const auto beside = program.parent_path().parent_path() / "lib" / name;
-  return !error && std::filesystem::exists(beside, error) ? beside.string() : name;
-}
-
-// Stays open for the life of the process: the library behind it cannot be started twice.
 const Module& open_module(const char* name) {
-  const std::string file = find_module(name);
-  // MPI finds its own plug-ins' symbols only when it is global.
-  void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_GLOBAL);
-  if (handle == nullptr) {
-    const char* reason = dlerror();
-    detail::fail<UsageError>(
-        "the module {} cannot be opened ({}); it is built where its library is installed (Debian: {}), and found "
-        "beside libfsdp or in the folder FSDP_MODULE_DIR",
-        file, reason, std::string(name) == kMpiModule ? "libopenmpi-dev" : "libzmq3-dev");
-  }
-  const auto* module = static_cast<const Module*>(dlsym(handle, kModuleSymbol));
-  FSDP_CHECK(module != nullptr && module->version == kModuleVersion, UsageError,
-             "the module {} belongs to another version of libfsdp; build and install both together", file);
+  const auto needs = std::string("Debian: ") + (std::string(name) == kMpiModule ? "libopenmpi-dev" : "libzmq3-dev");
+  const auto* module = static_cast<const Module*>(fsdp::open_module(name, kModuleSymbol, needs));
+  FSDP_CHECK(module->version == kModuleVersion, UsageError,
+             "the module {} belongs to another version of libfsdp; build and install both together", name);
   return *module;
 }
 

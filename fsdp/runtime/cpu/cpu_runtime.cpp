@@ -52,7 +52,7 @@ class CpuRuntime final : public Runtime {
   [[nodiscard]] Stream make_stream(const std::string& name) override {
     return Stream(std::make_shared<WorkerStream>(name, ++streams_, blocked_));
   }
-  [[nodiscard]] c10::DataPtr allocate(Bytes size) override {
+  [[nodiscard]] c10::DataPtr allocate(Bytes size, const Stream&) override {
     return c10::GetCPUAllocator()->allocate(static_cast<std::size_t>(size.value()));
   }
   [[nodiscard]] trace::Nanoseconds blocked_time() const override { return blocked_.load(std::memory_order_relaxed); }

@@ -1,0 +1,52 @@
+#include "apps/fsdp/bench_command.h"
+
+#include <CLI/CLI.hpp>
+
+namespace fsdp::app {
+
+void BenchCommand::add_to(CLI::App& app) {
+  command_ = app.add_subcommand("bench", "Measure on this machine's GPU; prints JSON lines");
+  command_->require_subcommand(1);
+
+  step_ = command_->add_subcommand("step", "Time, host time and memory of a step, sharded and not");
+  step_->add_option("--shape", step.shape, "A to E, or layers,width,tokens,ffn");
+  step_->add_option("--modes", step.modes, "bare, sharded, control; each with +graph at will")->delimiter(',');
+  step_->add_option("--ranks", step.ranks, "Ranks of the loopback")->check(CLI::Range(1, 4096));
+  step_->add_option("--rounds", step.rounds)->check(CLI::Range(1, 100000));
+  step_->add_option("--depth", step.depth, "Units gathered ahead")->check(CLI::Range(0, 64));
+  step_->add_flag("--link", step.link, "The loopback takes the time of a link");
+  step_->add_flag("--late", step.late, "The first prefetch of backward waits for half of the first unit's gradients");
+  step_->add_flag("--nccl", step.nccl, "Real ranks, one a GPU, instead of a loopback");
+  step_->add_option("--symmetric", step.symmetric, "With --nccl: registered memory, true or false");
+  step_->add_flag("--serve", step.serve, "Run the mode named on each line of the input");
+
+  overlap_ = command_->add_subcommand("overlap", "How much communication hides under compute");
+  overlap_->add_option("--shape", overlap.shape, "layers,width,tokens,ffn; ffn 0: linear units");
+  overlap_->add_option("--strategy", overlap.strategy, "zero1, zero2 or zero3");
+  overlap_->add_option("--ranks", overlap.ranks)->check(CLI::Range(1, 4096));
+  overlap_->add_option("--microbatches", overlap.microbatches)->check(CLI::Range(1, 64));
+  overlap_->add_option("--steps", overlap.steps)->check(CLI::Range(1, 1000));
+  overlap_->add_option("--prefetch", overlap.prefetch, "depth, none, recorded or delayed_release");
+  overlap_->add_option("--amount", overlap.amount, "Units ahead, or releases held back")->check(CLI::Range(0, 64));
+  overlap_->add_option("--delay", overlap.delay, "Reductions held back")->check(CLI::Range(0, 64));
+  overlap_->add_option("--keep-last", overlap.keep_last, "The last unit of forward stays gathered: true or false");
+  overlap_->add_flag("--unify", overlap.unify, "Gathers and reductions on one stream");
+  overlap_->add_option("--gather-multiprocessors", overlap.gather_multiprocessors, "Held by a gather; 0: copy engine")
+      ->check(CLI::Range(0, 132));
+  overlap_->add_option("--trace", overlap.trace, "Write the last step as a Chrome trace to this file");
+
+  train_ = command_->add_subcommand("train", "A whole training step with optimizer, by hand and with the library");
+  train_->add_option("--preset", train.preset);
+  train_->add_option("--modes", train.modes, "bare, sharded, sharded+graph")->delimiter(',');
+  train_->add_option("--sequences", train.sequences)->check(CLI::Range(1, 4096));
+  train_->add_option("--context", train.context)->check(CLI::Range(16, 1 << 20));
+  train_->add_option("--rounds", train.rounds)->check(CLI::Range(1, 100000));
+}
+
+bool BenchCommand::parsed() const { return command_ != nullptr && command_->parsed(); }
+
+int BenchCommand::run() const {
+  return step_->parsed() ? bench_step(step) : overlap_->parsed() ? bench_overlap(overlap) : bench_train(train);
+}
+
+}  // namespace fsdp::app

@@ -1,0 +1,28 @@
+// The subcommands of `fsdp bench`.
+#pragma once
+
+#include "apps/fsdp/bench_overlap.h"
+#include "apps/fsdp/bench_step.h"
+#include "apps/fsdp/bench_train.h"
+
+namespace CLI {
+class App;
+}
+
+namespace fsdp::app {
+
+struct BenchCommand {
+  BenchStepCommand step;
+  BenchOverlapCommand overlap;
+  BenchTrainCommand train;
+
+  void add_to(CLI::App& app);
+  [[nodiscard]] bool parsed() const;
+  // Prints the results, returns the exit code.
+  [[nodiscard]] int run() const;
+
+ private:
+  CLI::App *command_ = nullptr, *step_ = nullptr, *overlap_ = nullptr, *train_ = nullptr;
+};
+
+}  // namespace fsdp::app

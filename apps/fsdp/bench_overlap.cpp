@@ -1,0 +1,161 @@
+#include "apps/fsdp/bench_overlap.h"
+
+#include <ATen/ops/ones_like.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "apps/fsdp/bench_model.h"
+#include "apps/fsdp/console.h"
+#include "fsdp/base/check.h"
+#include "fsdp/mesh/device_mesh.h"
+#include "fsdp/runtime/device_profile.h"
+#include "fsdp/trace/chrome_writer.h"
+#include "fsdp/trace/overlap.h"
+
+namespace fsdp::app {
+namespace {
+
+Strategy strategy_of(const std::string& name) {
+  if (name == "zero1") return zero1({"dp"});
+  if (name == "zero2") return zero2({"dp"});
+  FSDP_CHECK(name == "zero3", UsageError, "--strategy: expected zero1, zero2 or zero3, got \"{}\"", name);
+  return zero3("dp");
+}
+
+Prefetch prefetch_of(const BenchOverlapCommand& command) {
+  if (command.prefetch == "none") return Prefetch::none();
+  if (command.prefetch == "recorded") return Prefetch::recorded(command.amount);
+  if (command.prefetch == "delayed_release") return Prefetch::delayed_release(command.amount);
+  FSDP_CHECK(command.prefetch == "depth", UsageError,
+             "--prefetch: expected depth, none, recorded or delayed_release, got \"{}\"", command.prefetch);
+  return Prefetch::depth(command.amount);
+}
+
+struct Counts {
+  int gathers = 0, gathers_hidden = 0, reductions = 0, reductions_hidden = 0;
+};
+
+// What the schedule promises for units whose compute is longer than their collectives: all but the first gather of each
+// pass, and the last reduction of each microbatch.
+Counts promised(const BenchOverlapCommand& command, int units) {
+  Counts counts;
+  const int m = command.microbatches;
+  const bool zero3 = command.strategy == "zero3", zero1 = command.strategy == "zero1";
+  if (zero3) {
+    counts.gathers = m * (command.keep_last ? 2 * units - 1 : 2 * units);
+    counts.gathers_hidden = counts.gathers - m * (command.keep_last ? 1 : 2);
+  } else {
+    counts.gathers = units;  // once a step
+    counts.gathers_hidden = units - 1;
+  }
+  const int reducing = zero1 ? 1 : m;
+  counts.reductions = reducing * units;
+  counts.reductions_hidden = reducing * (units - 1);
+  return counts;
+}
+
+double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());
+  return values[values.size() / 2];
+}
+
+}  // namespace
+
+int bench_overlap(const BenchOverlapCommand& command) {
+  const BenchShape shape = bench_shape(command.shape);
+  const World world = World::loopback({.size = command.ranks,
+                                       .mode = LoopbackOptions::Mode::link,
+                                       .gather_multiprocessors = command.gather_multiprocessors});
+  Runtime& runtime = *world.runtime();
+  BenchStack model(shape, /*own_linear=*/true, runtime.device());
+  ContextOptions options;
+  options.prefetch = prefetch_of(command);
+  options.reduction = {command.delay};
+  options.keep_last = command.keep_last;
+  options.unify_communication_stream = command.unify;
+  auto context = FsdpContext::create(DeviceMesh(world, {{"dp", command.ranks}}), options);
+  UnitOptions unit;
+  unit.placements = strategy_of(command.strategy);
+  shard_bench_stack(*context, model, unit);
+  at::Tensor input = bench_input(shape, runtime.device());
+  const at::Tensor one = at::ones_like(input);
+  const auto step = [&] {
+    for (int micro = 0; micro < command.microbatches; ++micro) {
+      auto scope = context->microbatch({.is_last = micro + 1 == command.microbatches});
+      model->forward(input).backward(one);
+      input.mutable_grad().reset();
+    }
+    for (auto* group : context->groups()) group->zero_gradients(/*set_to_none=*/true);
+    runtime.compute_stream().synchronize();
+  };
+  for (int i = 0; i < 5; ++i) step();
+  const int units = static_cast<int>(shape.layers);
+  const Counts expected = promised(command, units);
+  Counts least{1 << 30, 1 << 30, 1 << 30, 1 << 30}, most;
+  std::vector<double> elapsed, compute, communication, hidden, exposed;
+  std::vector<trace::Span> spans;
+  trace::Recorder names;
+  for (int i = 0; i < command.steps; ++i) {
+    spans = profile_device(step, names);
+    const auto report = trace::overlap_report(spans);
+    const Counts counts{report.count(trace::Kind::all_gather), report.overlapped(trace::Kind::all_gather),
+                        report.count(trace::Kind::reduce_scatter), report.overlapped(trace::Kind::reduce_scatter)};
+    least = {std::min(least.gathers, counts.gathers), std::min(least.gathers_hidden, counts.gathers_hidden),
+             std::min(least.reductions, counts.reductions),
+             std::min(least.reductions_hidden, counts.reductions_hidden)};
+    most = {std::max(most.gathers, counts.gathers), std::max(most.gathers_hidden, counts.gathers_hidden),
+            std::max(most.reductions, counts.reductions), std::max(most.reductions_hidden, counts.reductions_hidden)};
+    const auto add = [](std::vector<double>& to, trace::Nanoseconds value) {
+      to.push_back(static_cast<double>(value) * 1e-3);
+    };
+    add(elapsed, report.elapsed);
+    add(compute, report.compute);
+    add(communication, report.communication);
+    add(hidden, report.hidden);
+    add(exposed, report.exposed);
+  }
+  const bool kept =
+      least.gathers_hidden >= expected.gathers_hidden && least.reductions_hidden >= expected.reductions_hidden;
+  const auto range = [](int a, int b) { return nlohmann::json::array({a, b}); };
+  console::print(nlohmann::json{
+      {"bench", "overlap"},
+      {"shape", command.shape},
+      {"strategy", command.strategy},
+      {"ranks", command.ranks},
+      {"microbatches", command.microbatches},
+      {"prefetch", fmt::format("{} {}", command.prefetch, command.amount)},
+      {"delay", command.delay},
+      {"keep_last", command.keep_last},
+      {"unified", command.unify},
+      {"gather_multiprocessors", command.gather_multiprocessors},
+      {"steps", command.steps},
+      {"gathers", range(least.gathers, most.gathers)},
+      {"gathers_hidden", range(least.gathers_hidden, most.gathers_hidden)},
+      {"gathers_hidden_promised", expected.gathers_hidden},
+      {"reductions", range(least.reductions, most.reductions)},
+      {"reductions_hidden", range(least.reductions_hidden, most.reductions_hidden)},
+      {"reductions_hidden_promised", expected.reductions_hidden},
+      {"step_us", median(elapsed)},
+      {"compute_us", median(compute)},
+      {"communication_us", median(communication)},
+      {"hidden_us", median(hidden)},
+      {"exposed_us", median(exposed)},
+      {"peak_gathered_units", context->counters().peak_gathered_units},
+      {"gathered_peak_mib", static_cast<double>(context->memory_report().gathered_peak.value()) / (1 << 20)},
+      {"kept", kept}}.dump());
+  if (!command.trace.empty()) {
+    std::map<int, std::string> streams{{0, "compute"}};
+    for (const auto& span : spans) {
+      if (span.stream != 0) streams.try_emplace(span.stream, trace::to_string(span.kind));
+    }
+    trace::write_chrome_trace(command.trace, spans, 0, streams);
+  }
+  return kept ? 0 : 1;
+}
+
+}  // namespace fsdp::app

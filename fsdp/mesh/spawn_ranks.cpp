@@ -1,0 +1,138 @@
+#include "fsdp/mesh/spawn_ranks.h"
+
+#include <netinet/in.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "fsdp/base/check.h"
+#include "fsdp/base/env.h"
+#include "fsdp/base/log.h"
+
+namespace fsdp {
+namespace {
+
+constexpr const char* kSpawned = "FSDP_SPAWNED";
+constexpr std::chrono::seconds kPatience{10};  // for ranks to end after one has failed, then after SIGTERM
+constexpr std::chrono::milliseconds kInterval{20};
+
+std::vector<std::string> own_arguments() {
+  std::ifstream file("/proc/self/cmdline", std::ios::binary);
+  const std::string all((std::istreambuf_iterator<char>(file)), {});
+  std::vector<std::string> arguments;
+  for (std::size_t begin = 0; begin < all.size();) {
+    const auto end = all.find('\0', begin);
+    arguments.push_back(all.substr(begin, end - begin));
+    if (end == std::string::npos) break;
+    begin = end + 1;
+  }
+  return arguments;
+}
+
+// Free now; somebody else could take it before rank 0 does, which then says so.
+int free_port() {
+  const int handle = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  const bool good = handle >= 0 && bind(handle, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
+                    getsockname(handle, reinterpret_cast<sockaddr*>(&address), &length) == 0;
+  if (handle >= 0) close(handle);
+  FSDP_CHECK(good, Error, "no free port on this machine for the ranks to meet");
+  return ntohs(address.sin_port);
+}
+
+pid_t start(int rank, int count, int port, std::vector<std::string>& arguments) {
+  const pid_t parent = getpid();
+  const pid_t child = fork();
+  FSDP_CHECK(child >= 0, Error, "rank {} cannot be started (fork)", rank);
+  if (child > 0) return child;
+  prctl(PR_SET_PDEATHSIG, SIGTERM);
+  if (getppid() != parent) _exit(1);
+  signal(SIGINT, SIG_DFL);
+  const std::string number = std::to_string(rank), size = std::to_string(count), at = std::to_string(port);
+  setenv(kSpawned, "1", 1);
+  setenv("RANK", number.c_str(), 1);
+  setenv("LOCAL_RANK", number.c_str(), 1);
+  setenv("WORLD_SIZE", size.c_str(), 1);
+  setenv("LOCAL_WORLD_SIZE", size.c_str(), 1);
+  setenv("MASTER_ADDR", "127.0.0.1", 1);
+  setenv("MASTER_PORT", at.c_str(), 1);
+  std::vector<char*> pointers;
+  for (auto& argument : arguments) pointers.push_back(argument.data());
+  pointers.push_back(nullptr);
+  execv("/proc/self/exe", pointers.data());
+  _exit(127);
+}
+
+volatile sig_atomic_t terminated = 0;
+
+}  // namespace
+
+std::optional<int> spawn_ranks(int count) {
+  if (env::text(kSpawned)) return std::nullopt;
+  FSDP_CHECK(count >= 1, UsageError, "expected at least 1 rank to start, got {}", count);
+  auto arguments = own_arguments();
+  const int port = free_port();
+  signal(SIGINT, SIG_IGN);  // the ranks get it too, and end
+  signal(SIGTERM, [](int) { terminated = 1; });
+  std::vector<pid_t> running;
+  std::map<pid_t, int> ranks;
+  for (int rank = 0; rank < count; ++rank) {
+    running.push_back(start(rank, count, port, arguments));
+    ranks[running.back()] = rank;
+  }
+  const auto send = [&](int number) {
+    for (const pid_t child : running) kill(child, number);
+  };
+  using Clock = std::chrono::steady_clock;
+  std::optional<int> failed;
+  std::optional<Clock::time_point> deadline;
+  int signals = 0;
+  while (!running.empty()) {
+    int status = 0;
+    const pid_t ended = waitpid(-1, &status, WNOHANG);
+    if (ended > 0) {
+      const auto rank = ranks.at(ended);
+      std::erase(running, ended);
+      const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+      if (code != 0 && !failed) {
+        if (WIFSIGNALED(status)) {
+          log::write(log::Level::warning, fmt::format("rank {} was ended by signal {}; the others have {} s to end",
+                                                      rank, WTERMSIG(status), kPatience.count()));
+        }
+        failed = code;
+        deadline = Clock::now() + kPatience;
+      }
+      continue;
+    }
+    if (ended < 0 && errno == ECHILD) break;
+    if (terminated != 0 && signals == 0) {
+      send(SIGTERM);
+      signals = 1;
+      if (!failed) failed = 128 + SIGTERM;
+      deadline = Clock::now() + kPatience;
+    }
+    if (deadline && Clock::now() > *deadline) {
+      send(signals++ == 0 ? SIGTERM : SIGKILL);
+      deadline = Clock::now() + kPatience;
+    }
+    std::this_thread::sleep_for(kInterval);
+  }
+  return failed.value_or(0);
+}
+
+}  // namespace fsdp

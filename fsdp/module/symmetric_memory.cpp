@@ -1,0 +1,122 @@
+// The part of Scheduler that puts what moves between GPUs of one host into one registered arena.
+//
+// The arena holds the resting shards that gathers send, and behind them room for gathered units and reduce slots, which
+// take turns in it: a gather that finds no room takes that of a reduction under way, and waits for it on its own
+// stream. What does not fit comes from the caching allocator and goes NCCL's usual way; all ranks decide alike, for the
+// order of requests is the same everywhere.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "fsdp/base/check.h"
+#include "fsdp/module/scheduler.h"
+
+namespace fsdp {
+namespace {
+
+// The one axis of several ranks over which a group's weights are gathered; -1 when there are none or several.
+int gather_axis(const FsdpParameterGroup& group) {
+  int found = -1;
+  const auto& strategy = group.strategy();
+  for (std::size_t axis = 0; axis < strategy.axes.size(); ++axis) {
+    if (strategy.parameter[axis] != Placement::flat || group.mesh().sizes()[axis] == 1) continue;
+    if (found >= 0) return -1;
+    found = group.mesh().axes()[axis];
+  }
+  return found;
+}
+
+// Whether `good` holds on all ranks of the axis.
+bool all_agree(const DeviceMesh& mesh, int axis, bool good) {
+  const Communicator& hosts = mesh.communicator(axis, Use::host);
+  if (!hosts) return false;
+  std::int64_t bad = good ? 0 : 1;
+  const Stream stream = mesh.world().host().runtime()->compute_stream();
+  hosts.all_reduce(&bad, &bad, Elements(1), c10::kLong, ReduceOp::max, stream, "FSDP:agreement on memory");
+  stream.synchronize();
+  return bad == 0;
+}
+
+}  // namespace
+
+void Scheduler::make_arena() {
+  if (!options_.symmetric_memory || runtime().kernels() == nullptr || mesh_.world().size() == 1) return;
+  int axis = -1;
+  std::vector<FsdpParameterGroup*> groups;  // whose weights are gathered over it
+  for (const auto& unit : units_) {
+    for (const auto& group : unit->groups()) {
+      const int own = group->releasable() ? gather_axis(*group) : -1;
+      if (own < 0 || (axis >= 0 && own != axis)) continue;
+      axis = own;
+      groups.push_back(group.get());
+    }
+  }
+  if (groups.empty()) return;
+  const auto gather = mesh_.communicator(axis, Use::gather).backend(),
+             reduce = mesh_.communicator(axis, Use::reduce).backend();
+  std::string refusal = gather->why_no_symmetric_memory();
+  if (refusal.empty()) refusal = reduce->why_no_symmetric_memory();
+  if (!refusal.empty()) {
+    memory_path_ = fmt::format("rings: no symmetric memory, for {}", refusal);
+    return;
+  }
+
+  Bytes shards, largest, largest_slot, kept;
+  for (const FsdpParameterGroup* group : groups) shards += Arena::rounded(group->resting_bytes());
+  for (const auto& unit : units_) {
+    Bytes whole, slot;
+    for (const auto& group : unit->groups()) {
+      if (group->releasable()) whole += Arena::rounded(group->whole_bytes());
+      slot += Arena::rounded(group->slot_bytes());
+    }
+    const bool root = std::find(tree_.roots.begin(), tree_.roots.end(), unit->index()) != tree_.roots.end();
+    if (unit->options().reshard == Reshard::never || (root && unit->options().reshard == Reshard::automatic)) {
+      kept += whole + slot;  // beside the others, with a slot of its own
+    } else {
+      largest = std::max(largest, whole);
+      largest_slot = std::max(largest_slot, slot);
+    }
+  }
+  const auto ahead = options_.prefetch.kind == Prefetch::Kind::none    ? 0
+                     : options_.prefetch.kind == Prefetch::Kind::lists ? 1
+                                                                       : options_.prefetch.amount;
+  if (options_.keep_budget) kept += *options_.keep_budget;
+  const Bytes room = options_.symmetric_bytes.value_or(kept + largest * (ahead + 1) + largest_slot);
+  const Bytes size = shards + Arena::rounded(room);
+
+  c10::DataPtr memory = gather->allocate_symmetric(size);
+  bool good = all_agree(mesh_, axis, memory.get() != nullptr);
+  if (good) good = all_agree(mesh_, axis, gather->register_symmetric(memory.get(), size));
+  if (good) good = all_agree(mesh_, axis, reduce->register_symmetric(memory.get(), size));
+  if (!good) {
+    for (const auto& group : {gather, reduce}) group->deregister_symmetric(memory.get());
+    memory_path_ = "rings: NCCL could not register memory on every rank";
+    return;
+  }
+  arena_groups_ = {gather, reduce};
+  arena_resting_ = shards;
+  arena_ = std::make_unique<Arena>(std::move(memory), size);
+  const Stream compute = compute_stream();
+  for (FsdpParameterGroup* group : groups) {
+    void* part = arena_->acquire(group->resting_bytes(), compute);
+    FSDP_INVARIANT(part != nullptr);
+    group->move_model_weight(part);
+  }
+  compute.synchronize();  // nobody gathers from a peer's memory before it is filled
+  static_cast<void>(all_agree(mesh_, axis, true));
+  gather_pool_.use_arena(arena_.get());
+  slot_pool_.use_arena(arena_.get());
+  memory_path_ = fmt::format("gathers: {}, reductions: {}, from an arena of {} MiB", gather->path(), reduce->path(),
+                             size.value() >> 20);
+}
+
+// Slots whose reduction is under way: their memory may be taken by whoever waits for it.
+void Scheduler::reclaim_slots() {
+  for (auto& slot : slots_) {
+    if (slot.in_use) continue;
+    for (auto& [memory, size] : slot.memory) slot_pool_.release_after(std::move(memory), size, slot.done);
+    slot.memory.clear();
+  }
+}
+
+}  // namespace fsdp

@@ -1,0 +1,86 @@
+// The library's own device kernels: arithmetic on flat buffers that LibTorch has no single operator for.
+//
+// Each call launches on the calling thread's current stream and returns. Pointers are device memory that stays until
+// the stream has passed the call. Dtypes: Float, BFloat16, Half, Double.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <span>
+
+namespace fsdp {
+
+// destination (+)= source / divisor. A real value never becomes -0, the mark of "no rank used it"
+// (dbuffer/accumulate.h), and -0 stays -0 unless something is added to it.
+struct ScaledSum {
+  void* destination = nullptr;
+  c10::ScalarType destination_dtype = c10::kFloat;
+  const void* source = nullptr;
+  c10::ScalarType source_dtype = c10::kFloat;
+  std::int64_t count = 0;  // elements
+  double divisor = 1;
+  bool overwrite = false;
+};
+
+// One piece of work on a buffer of gradients that is being packed.
+struct PackEntry {
+  enum class Action : std::int32_t {
+    copy,         // from `from`, -0 becomes +0
+    add,          // of `from` to what is there
+    mark_used,    // -0 becomes +0 at element 0 and at first_edge + k * edge_distance
+    fill_unused,  // with -0
+    clear,        // with 0
+  };
+  Action action = Action::copy;
+  void* to = nullptr;
+  const void* from = nullptr;  // dense, in the order of `to`
+  c10::ScalarType from_dtype = c10::kFloat;
+  std::int64_t count = 0;  // elements
+  std::int64_t first_edge = 0, edge_distance = 1;
+};
+
+// A piece of a parameter that AdamW updates. Weight and moments have `weight_dtype`.
+struct AdamWPiece {
+  void* weight = nullptr;
+  void* first_moment = nullptr;
+  void* second_moment = nullptr;
+  float* step = nullptr;           // updates so far; the kernel counts this one
+  const void* gradient = nullptr;  // -0 in its first element: nobody used the parameter, nothing changes
+  void* low_precision = nullptr;   // the new weight rounded; null: none wanted
+  std::int64_t count = 0;          // elements
+  float learning_rate_scale = 1, weight_decay = 0;
+  c10::ScalarType weight_dtype = c10::kFloat, gradient_dtype = c10::kFloat, low_precision_dtype = c10::kBFloat16;
+};
+
+struct AdamWStep {
+  const float* learning_rate = nullptr;  // on the device, so that a captured step can change it
+  const float* skip = nullptr;           // on the device, 1: nothing changes; null: never
+  double beta1 = 0.9, beta2 = 0.999, epsilon = 1e-8;
+};
+
+// Cross entropy of rows of logits, in one reading of them.
+struct CrossEntropy {
+  void* logits = nullptr;  // [rows, columns], dense
+  c10::ScalarType dtype = c10::kBFloat16;
+  std::int64_t rows = 0, columns = 0;
+  const std::int64_t* targets = nullptr;  // [rows]; negative ones count for nothing
+  float* log_sums = nullptr;              // [rows] logarithm of the sum of exponentials: forward writes, backward reads
+  float* losses = nullptr;                // [rows], forward only
+  const float* scale = nullptr;           // one number on the device, backward only: of every row's gradient
+};
+
+class Kernels {
+ public:
+  virtual ~Kernels() = default;
+  virtual void scaled_sum(const ScaledSum& arguments) = 0;
+  // All entries write to memory of `dtype`; they do not overlap.
+  virtual void pack(std::span<const PackEntry> entries, c10::ScalarType dtype) = 0;
+  virtual void adamw(std::span<const AdamWPiece> pieces, const AdamWStep& step) = 0;
+  virtual void cross_entropy_forward(const CrossEntropy& arguments) = 0;
+  virtual void cross_entropy_backward(const CrossEntropy& arguments) = 0;  // logits become their gradients
+  // Keeps `blocks` multiprocessors busy for so long; for tests and models of communication.
+  virtual void spin(std::int64_t nanoseconds, int blocks) = 0;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,161 @@
+// The library's own kernels against the same arithmetic on the CPU.
+#include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+
+#include <limits>
+
+#include "fsdp/dbuffer/accumulate.h"
+#include "tests/gpu/gpu.h"
+
+namespace fsdp::testing {
+namespace {
+
+const auto* const kGpuEnvironment = ::testing::AddGlobalTestEnvironment(new GpuEnvironment);
+
+Kernels& kernels() {
+  static const auto runtime = make_cuda_runtime(0);
+  return *runtime->kernels();
+}
+
+at::Tensor with_edges(std::int64_t count, c10::ScalarType dtype, std::uint64_t seed) {
+  at::Tensor x = random({count}, seed);
+  if (count > 8) {
+    x[1] = -0.0f;
+    x[3] = 0.0f;
+    x[5] = -1e-45f;  // rounds to -0 in low precision
+    x[7] = std::numeric_limits<float>::infinity();
+  }
+  return x.to(dtype);
+}
+
+TEST(GpuKernels, ScaledSumEqualsTheHostBitForBit) {
+  for (const auto to : {c10::kFloat, c10::kBFloat16, c10::kHalf, c10::kDouble}) {
+    for (const auto from : {c10::kFloat, c10::kBFloat16, c10::kHalf, c10::kDouble}) {
+      for (const std::int64_t count : {1, 7, 8, 129, 4096, 100003}) {
+        for (const bool overwrite : {true, false}) {
+          for (const double divisor : {1.0, 3.0}) {
+            const at::Tensor source = with_edges(count, from, 3), before = with_edges(count, to, 4);
+            at::Tensor expected = before.clone(), got = before.to(kGpu), source_there = source.to(kGpu);
+            std::vector<std::int64_t> marks(static_cast<std::size_t>(count));
+            for (std::int64_t i = 0; i < count; ++i) marks[i] = i;
+            accumulate_on_cpu(
+                {expected.mutable_data_ptr(), to, source.const_data_ptr(), from, count, divisor, overwrite, marks, 0});
+            kernels().scaled_sum(
+                {got.mutable_data_ptr(), to, source_there.const_data_ptr(), from, count, divisor, overwrite});
+            const at::Tensor back = got.to(at::kCPU);
+            ASSERT_EQ(std::memcmp(back.const_data_ptr(), expected.const_data_ptr(), back.nbytes()), 0)
+                << c10::toString(from) << " to " << c10::toString(to) << ", " << count << " elements, divisor "
+                << divisor << (overwrite ? ", overwriting" : "");
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(GpuKernels, PackCopiesAddsClearsAndMarks) {
+  for (const auto to : {c10::kFloat, c10::kBFloat16, c10::kDouble}) {
+    const at::Tensor copied = with_edges(777, c10::kFloat, 1), added = with_edges(640, c10::kBFloat16, 2);
+    at::Tensor buffer = at::full({4096}, 2.0, at::TensorOptions().dtype(to).device(kGpu));
+    buffer.slice(0, 3000, 3100).fill_(-0.0);
+    const at::Tensor copied_there = copied.to(kGpu), added_there = added.to(kGpu);
+    auto* base = static_cast<std::byte*>(buffer.mutable_data_ptr());
+    const auto at_element = [&](std::int64_t i) { return base + i * static_cast<std::int64_t>(c10::elementSize(to)); };
+    using Action = PackEntry::Action;
+    std::vector<PackEntry> entries{
+        {Action::copy, at_element(0), copied_there.const_data_ptr(), c10::kFloat, 777},
+        {Action::add, at_element(1024), added_there.const_data_ptr(), c10::kBFloat16, 640},
+        {Action::fill_unused, at_element(2000), nullptr, c10::kFloat, 77},
+        {Action::clear, at_element(2500), nullptr, c10::kFloat, 13},
+        {Action::mark_used, at_element(3000), nullptr, c10::kFloat, 100, 30, 40},
+    };
+    for (int i = 0; i < 200; ++i)  // more than one launch holds
+      entries.push_back({Action::clear, at_element(3200 + 2 * i), nullptr, c10::kFloat, 1});
+    kernels().pack(entries, to);
+    const at::Tensor got = buffer.to(at::kCPU).to(at::kDouble);
+    at::Tensor expected_copy = copied.to(to).to(at::kDouble);
+    for (std::int64_t i = 0; i < 777; ++i) {
+      EXPECT_EQ(got[i].item<double>(), expected_copy[i].item<double>()) << i;
+      EXPECT_FALSE(got[i].item<double>() == 0 && std::signbit(got[i].item<double>())) << i;
+    }
+    EXPECT_EQ(got[777].item<double>(), 2.0);
+    EXPECT_TRUE(at::equal(got.slice(0, 1024, 1664), (added.to(at::kDouble) + 2).to(at::kFloat).to(to).to(at::kDouble)));
+    for (int i = 2000; i < 2077; ++i) EXPECT_TRUE(std::signbit(got[i].item<double>()));
+    EXPECT_EQ(got[2077].item<double>(), 2.0);
+    for (int i = 2500; i < 2513; ++i) EXPECT_FALSE(std::signbit(got[i].item<double>()));
+    for (int i = 0; i < 100; ++i)
+      EXPECT_EQ(std::signbit(got[3000 + i].item<double>()), i != 0 && i != 30 && i != 70) << i;
+    for (int i = 0; i < 200; ++i) EXPECT_EQ(got[3200 + 2 * i].item<double>(), 0.0);
+    EXPECT_EQ(got[3201].item<double>(), 2.0);
+  }
+}
+
+TEST(GpuKernels, AdamWEqualsATen) {
+  for (const std::int64_t count : {5, 1024, 300001}) {
+    at::Tensor weight = random_on_gpu({count}, 1), gradient = random_on_gpu({count}, 2);
+    at::Tensor m = random_on_gpu({count}, 3) * 0.1, v = random_on_gpu({count}, 4).square();
+    at::Tensor step = at::full({}, 4.0, weight.options());
+    at::Tensor w2 = weight.clone(), m2 = m.clone(), v2 = v.clone(), step2 = at::full({}, 5.0, weight.options());
+    at::Tensor low = at::empty({count}, weight.options().dtype(at::kBFloat16));
+    const at::Tensor rate = at::full({}, 1e-2, weight.options());
+    AdamWPiece piece{.weight = weight.mutable_data_ptr(),
+                     .first_moment = m.mutable_data_ptr(),
+                     .second_moment = v.mutable_data_ptr(),
+                     .step = step.mutable_data_ptr<float>(),
+                     .gradient = gradient.const_data_ptr(),
+                     .low_precision = low.mutable_data_ptr(),
+                     .count = count,
+                     .weight_decay = 0.1f};
+    kernels().adamw({&piece, 1}, {.learning_rate = rate.const_data_ptr<float>(), .beta1 = 0.9, .beta2 = 0.95});
+    at::_fused_adamw_({w2}, {gradient}, {m2}, {v2}, {}, {step2}, 1e-2, 0.9, 0.95, 0.1, 1e-8, false, false, {}, {});
+    EXPECT_LT((weight - w2).abs().max().item<double>(), 2e-6);
+    EXPECT_LT((m - m2).abs().max().item<double>(), 1e-6);
+    EXPECT_LT(((v - v2) / (v2 + 1)).abs().max().item<double>(), 1e-6);
+    EXPECT_EQ(step.item<float>(), 5.0f);
+    EXPECT_TRUE(at::equal(low, weight.to(at::kBFloat16)));
+
+    const at::Tensor before = weight.clone();
+    at::Tensor skip = at::ones({}, weight.options());
+    kernels().adamw({&piece, 1}, {.learning_rate = rate.const_data_ptr<float>(), .skip = skip.const_data_ptr<float>()});
+    gradient[0] = -0.0f;  // nobody used it
+    kernels().adamw({&piece, 1}, {.learning_rate = rate.const_data_ptr<float>()});
+    EXPECT_TRUE(at::equal(weight, before));
+    EXPECT_EQ(step.item<float>(), 5.0f);
+  }
+}
+
+TEST(GpuKernels, AdamWTakesMixedDtypesAndManyPieces) {
+  std::vector<at::Tensor> weights, gradients, firsts, seconds, steps, wanted;
+  std::vector<AdamWPiece> pieces;
+  const at::Tensor rate = at::full({}, 1e-2, at::TensorOptions().device(kGpu));
+  for (int i = 0; i < 100; ++i) {
+    const std::int64_t count = 1 + i * 37;
+    weights.push_back(random_on_gpu({count}, 10 + i));
+    gradients.push_back(random_on_gpu({count}, 20 + i).to(at::kBFloat16));
+    firsts.push_back(at::zeros_like(weights.back()));
+    seconds.push_back(at::zeros_like(weights.back()));
+    steps.push_back(at::zeros({}, weights.back().options()));
+    at::Tensor w = weights.back().clone(), m = at::zeros_like(w), v = at::zeros_like(w);
+    at::Tensor s = at::ones({}, w.options());
+    at::_fused_adamw_({w}, {gradients.back().to(at::kFloat)}, {m}, {v}, {}, {s}, 1e-2, 0.9, 0.999, 0.0, 1e-8, false,
+                      false, {}, {});
+    wanted.push_back(w);
+    pieces.push_back({.weight = weights.back().mutable_data_ptr(),
+                      .first_moment = firsts.back().mutable_data_ptr(),
+                      .second_moment = seconds.back().mutable_data_ptr(),
+                      .step = steps.back().mutable_data_ptr<float>(),
+                      .gradient = gradients.back().const_data_ptr(),
+                      .count = count,
+                      .gradient_dtype = c10::kBFloat16});
+  }
+  kernels().adamw(pieces, {.learning_rate = rate.const_data_ptr<float>()});
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    EXPECT_LT((weights[i] - wanted[i]).abs().max().item<double>(), 2e-6) << i;
+    EXPECT_EQ(steps[i].item<float>(), 1.0f) << i;
+  }
+}
+
+}  // namespace
+}  // namespace fsdp::testing

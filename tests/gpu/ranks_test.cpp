@@ -1,0 +1,352 @@
+// Several ranks over NCCL: one a GPU, or all on one GPU over sockets (FSDP_SHARE_GPU). Starts its own processes:
+//   gpu_ranks_test RANKS [gtest options]      every test runs on all ranks
+//   gpu_ranks_test RANKS --scenario killed|order|leak|long
+// A scenario that must fail ends with the error of a rank on stderr and a code other than 0.
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/full.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <iostream>
+#include <optional>
+
+#include "fsdp/mesh/spawn_ranks.h"
+#include "tests/gpu/gpu.h"
+
+namespace fsdp::testing {
+namespace {
+
+std::optional<World> the_world;
+World& world() { return *the_world; }
+int rank() { return static_cast<int>(world().rank().value()); }
+int size() { return world().size(); }
+
+std::vector<int> all_ranks() {
+  std::vector<int> ranks;
+  for (int r = 0; r < size(); ++r) ranks.push_back(r);
+  return ranks;
+}
+
+at::TensorOptions on_gpu(c10::ScalarType dtype = at::kFloat) {
+  return at::TensorOptions().dtype(dtype).device(world().runtime()->device());
+}
+
+TEST(GpuRanks, CollectivesMoveTheRightData) {
+  const auto group = world().create_communicator(all_ranks(), "test");
+  const Stream stream = world().runtime()->make_stream("test");
+  const auto run = [&](const auto& body) {
+    Event ready;
+    world().runtime()->compute_stream().record(ready);
+    stream.wait(ready);
+    body();
+    stream.synchronize();
+  };
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kLong}) {
+    const std::int64_t n = 1000;
+    at::Tensor own = at::full({n}, rank() + 1, on_gpu(dtype)), all = at::zeros({n * size()}, on_gpu(dtype));
+    run([&] { group.all_gather(own.data_ptr(), all.data_ptr(), Elements(n), dtype, stream, "gather"); });
+    for (int r = 0; r < size(); ++r)
+      EXPECT_TRUE(at::equal(all.slice(0, r * n, (r + 1) * n), at::full_like(own, r + 1)));
+    const int sum = size() * (size() + 1) / 2;
+    at::Tensor whole = at::full({n * size()}, rank() + 1, on_gpu(dtype)), share = at::zeros({n}, on_gpu(dtype));
+    run([&] { group.reduce_scatter(whole.data_ptr(), share.data_ptr(), Elements(n), dtype, stream, "reduce"); });
+    EXPECT_TRUE(at::equal(share, at::full_like(share, sum)));
+    run([&] {
+      group.all_reduce(whole.data_ptr(), whole.data_ptr(), Elements(n), dtype, ReduceOp::max, stream, "max");
+    });
+    EXPECT_TRUE(at::equal(whole.slice(0, 0, n), at::full_like(own, size())));
+    run([&] { group.broadcast(own.data_ptr(), Elements(n), dtype, Rank(size() - 1), stream, "broadcast"); });
+    EXPECT_TRUE(at::equal(own, at::full_like(own, size())));
+  }
+  // Rank r sends r + to elements to each.
+  std::vector<std::int64_t> sends, receives;
+  std::int64_t out = 0, in = 0;
+  for (int r = 0; r < size(); ++r) {
+    sends.push_back(rank() + r + 1);
+    receives.push_back(r + rank() + 1);
+    out += sends.back();
+    in += receives.back();
+  }
+  at::Tensor from = at::full({out}, rank(), on_gpu()), to = at::zeros({in}, on_gpu());
+  run([&] { group.all_to_all_v(from.data_ptr(), sends, to.data_ptr(), receives, at::kFloat, stream, "exchange"); });
+  std::int64_t begin = 0;
+  for (int r = 0; r < size(); ++r) {
+    EXPECT_TRUE(at::equal(to.slice(0, begin, begin + receives[r]), at::full({receives[r]}, r, on_gpu())));
+    begin += receives[r];
+  }
+  if (size() > 1) {
+    at::Tensor message = at::full({5}, rank(), on_gpu());
+    run([&] {
+      if (rank() == 0) group.send(message.data_ptr(), Elements(5), at::kFloat, Rank(1), stream, "message");
+      if (rank() == 1) group.receive(message.data_ptr(), Elements(5), at::kFloat, Rank(0), stream, "message");
+    });
+    if (rank() == 1) {
+      EXPECT_EQ(message[4].item<float>(), 0.0f);
+    }
+  }
+  run([&] { group.barrier(stream, "barrier"); });
+}
+
+struct Training {
+  UnitOptions unit;
+  ContextOptions options;
+  int microbatches = 2, steps = 3;
+};
+
+std::vector<at::Tensor> train_sharded(const Training& t) {
+  GpuRun run(world(), t.options, t.unit);
+  Sgd optimizer(*run.context, {.learning_rate = 0.1, .momentum = 0.9});
+  for (int step = 0; step < t.steps; ++step) {
+    for (int micro = 0; micro < t.microbatches; ++micro) {
+      auto scope = run.context->microbatch({.is_last = micro + 1 == t.microbatches});
+      run.loss(static_cast<std::uint64_t>(step * t.microbatches + micro)).backward();
+    }
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  return run.weights();
+}
+
+// Every rank's backwards in one process, added up in rank order.
+std::vector<at::Tensor> train_unsharded(const Training& t) {
+  UnitOptions unit = t.unit;
+  unit.gradient_divisor = size();
+  const World one = World::single({.device = DeviceKind::cuda});
+  GpuRun run(one, {}, unit);
+  Sgd optimizer(*run.context, {.learning_rate = 0.1, .momentum = 0.9});
+  for (int step = 0; step < t.steps; ++step) {
+    for (int micro = 0; micro < t.microbatches; ++micro) {
+      for (int r = 0; r < size(); ++r) {
+        auto scope = run.context->microbatch({.is_last = micro + 1 == t.microbatches && r + 1 == size()});
+        const auto seed =
+            static_cast<std::uint64_t>(step * t.microbatches + micro) * 100 + static_cast<std::uint64_t>(r);
+        const auto x = random({8, run.width}, seed).to(one.runtime()->device());
+        fsdp::call(run.model, &GpuStackImpl::loss, x).backward();
+      }
+    }
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  return run.weights();
+}
+
+TEST(GpuRanks, EqualTheUnshardedRun) {
+  Training t;
+  t.microbatches = 1;
+  const auto exact = train_unsharded(t);
+  for (const auto& strategy : {zero3("dp"), zero2("dp"), zero1("dp"), ddp({"dp"})}) {
+    t.unit.placements = strategy;
+    const auto got = train_sharded(t);
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      // Two ranks: a sum of two is the same in any order, and halves are exact.
+      const bool equal = size() == 2 ? at::equal(got[i], exact[i]) : at::allclose(got[i], exact[i], 1e-5, 1e-6);
+      EXPECT_TRUE(equal) << strategy.name << " " << i << " differs by "
+                         << (got[i] - exact[i]).abs().max().item<double>();
+    }
+  }
+  t.microbatches = 2;
+  t.unit = {};
+  const auto expected = train_unsharded(t);
+  std::vector<at::Tensor> of_zero3;
+  for (const auto& strategy : {zero3("dp"), zero2("dp"), zero1("dp"), ddp({"dp"})}) {
+    t.unit.placements = strategy;
+    t.options = {};
+    const auto got = train_sharded(t);
+    if (strategy.name == "zero3") of_zero3 = got;
+    if (strategy.name == "zero2") expect_equal(got, of_zero3, "zero2 as zero3");
+    for (std::size_t i = 0; i < got.size(); ++i)
+      EXPECT_TRUE(at::allclose(got[i], expected[i], 1e-5, 1e-6)) << strategy.name << " " << i;
+    for (const auto& prefetch : {Prefetch::none(), Prefetch::depth(2), Prefetch::delayed_release(2)}) {
+      for (const int delay : {0, 1}) {
+        t.options.prefetch = prefetch;
+        t.options.reduction = {delay};
+        t.options.unify_communication_stream = delay == 1;
+        t.options.late_first_prefetch = delay == 1;
+        expect_equal(train_sharded(t), got, strategy.name + " under other policies");
+      }
+    }
+  }
+}
+
+TEST(GpuRanks, LowPrecisionEqualsAcrossPolicies) {
+  Training t;
+  t.unit.mixed_precision.param_dtype = at::kBFloat16;
+  for (const auto reduce_dtype : {at::kFloat, at::kBFloat16}) {
+    t.unit.mixed_precision.reduce_dtype = reduce_dtype;
+    t.options = {};
+    const auto expected = train_sharded(t);
+    t.options.prefetch = Prefetch::none();
+    expect_equal(train_sharded(t), expected, "prefetch off");
+    t.options.check = true;
+    expect_equal(train_sharded(t), expected, "checked");
+  }
+}
+
+TEST(GpuRanks, ReplayOfACapturedStepEqualsEager) {
+  UnitOptions unit;
+  unit.mixed_precision.param_dtype = at::kBFloat16;
+  unit.mixed_precision.reduce_dtype = at::kFloat;
+  GpuRun eager(world(), {}, unit), captured(world(), {}, unit);
+  AdamW eager_optimizer(*eager.context, {.learning_rate = 1e-2}),
+      captured_optimizer(*captured.context, {.learning_rate = 1e-2});
+  const at::Tensor input = random({8, 64}, 7 + static_cast<std::uint64_t>(rank())).to(world().runtime()->device());
+  const auto step = [&](GpuRun& run, AdamW& optimizer) {
+    const auto loss = fsdp::call(run.model, &GpuStackImpl::loss, input);
+    loss.backward();
+    optimizer.step(clip_grad_norm_(*run.context, 1.0));
+    optimizer.zero_grad();
+    return loss.detach();
+  };
+  std::optional<FsdpContext::CapturedStep> graph;
+  for (int i = 0; i < 6; ++i) {
+    if (i == 3) graph.emplace(captured.context->capture([&] { return step(captured, captured_optimizer); }));
+    const auto a = step(eager, eager_optimizer).item<double>();
+    const auto b = (graph ? graph->replay() : step(captured, captured_optimizer)).item<double>();
+    EXPECT_EQ(a, b) << i;
+  }
+  expect_equal(captured.weights(), eager.weights(), "captured");
+}
+
+// --- Scenarios, each a run of its own ---
+
+int killed() {
+  GpuRun run(world());
+  for (int step = 0; step < 100; ++step) {
+    if (step == 3 && rank() == size() - 1) kill(getpid(), SIGKILL);
+    run.loss(static_cast<std::uint64_t>(step)).backward();
+    world().runtime()->compute_stream().synchronize();
+    for (auto* group : run.context->groups()) group->zero_gradients(true);
+  }
+  return 0;
+}
+
+int wrong_order() {
+  ContextOptions options;
+  options.check = true;
+  GpuRun run(world(), options, {}, 2);
+  struct Swapped {
+    static at::Tensor forward(GpuStackImpl& m, at::Tensor x, bool swapped) {
+      for (const std::size_t i : {swapped ? 1u : 0u, swapped ? 0u : 1u})
+        x = m.layers->ptr<fsdp::Hooked<GpuLayerImpl>>(i)->forward(x);
+      return x;
+    }
+  };
+  const auto x = random({8, 64}, 1).to(world().runtime()->device());
+  Swapped::forward(*run.model, x, rank() == 1).sum().backward();
+  return 0;
+}
+
+// Communicators made and dropped leave no memory behind.
+int leak() {
+  std::int64_t before = 0;
+  for (int i = 0; i < 6; ++i) {
+    {
+      DeviceMesh mesh(world(), {{"dp", size()}});
+      GpuRun run(world(), mesh, {}, {}, 2, 64);
+      run.loss(1).backward();
+      world().runtime()->compute_stream().synchronize();
+    }
+    const auto free = world().runtime()->device_memory().free.value();
+    if (i == 1) before = free;
+    if (rank() == 0) std::printf("after %d meshes: %lld MiB free\n", i + 1, static_cast<long long>(free >> 20));
+  }
+  const auto lost = before - world().runtime()->device_memory().free.value();
+  if (rank() == 0)
+    std::printf("{\"bench\": \"communicator_leak\", \"ranks\": %d, \"lost_mib\": %lld}\n", size(),
+                static_cast<long long>(lost >> 20));
+  return lost > (64 << 20) ? 1 : 0;
+}
+
+// A thousand steps beside the unsharded run.
+int long_run() {
+  constexpr int kSteps = 1000;
+  UnitOptions sharded, whole;
+  whole.gradient_divisor = size();
+  GpuRun run(world(), {}, sharded);
+  const World one = World::single({.device = DeviceKind::cuda});
+  GpuRun reference(one, {}, whole);
+  AdamW optimizer(*run.context, {.learning_rate = 1e-3}),
+      reference_optimizer(*reference.context, {.learning_rate = 1e-3});
+  std::int64_t before = 0, free_before = 0;
+  for (int step = 0; step < kSteps; ++step) {
+    run.loss(static_cast<std::uint64_t>(step)).backward();
+    optimizer.step(clip_grad_norm_(*run.context, 1.0));
+    optimizer.zero_grad();
+    for (int r = 0; r < size(); ++r) {
+      auto scope = reference.context->microbatch({.is_last = r + 1 == size()});
+      const auto x = random({8, 64}, static_cast<std::uint64_t>(step) * 100 + static_cast<std::uint64_t>(r))
+                         .to(one.runtime()->device());
+      fsdp::call(reference.model, &GpuStackImpl::loss, x).backward();
+    }
+    reference_optimizer.step(clip_grad_norm_(*reference.context, 1.0));
+    reference_optimizer.zero_grad();
+    if (step == 20) {
+      before = world().runtime()->device_memory().in_use.value();
+      free_before = world().runtime()->device_memory().free.value();
+    }
+  }
+  const auto memory = world().runtime()->device_memory();
+  const auto a = run.weights(), b = reference.weights();
+  double worst = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) worst = std::max(worst, (a[i] - b[i]).abs().max().item<double>());
+  if (rank() == 0) {
+    std::printf(
+        "{\"bench\": \"long_run\", \"ranks\": %d, \"steps\": %d, \"largest_difference\": %.3g, "
+        "\"allocator_growth_bytes\": %lld, \"device_growth_mib\": %lld}\n",
+        size(), kSteps, worst, static_cast<long long>(memory.in_use.value() - before),
+        static_cast<long long>((free_before - memory.free.value()) >> 20));
+  }
+  return worst < 1e-4 && memory.in_use.value() == before ? 0 : 1;
+}
+
+int scenario(const std::string& name) {
+  if (name == "killed") return killed();
+  if (name == "order") return wrong_order();
+  if (name == "leak") return leak();
+  if (name == "long") return long_run();
+  std::fprintf(stderr, "no scenario \"%s\"\n", name.c_str());
+  return 2;
+}
+
+int main_of_rank(int argc, char** argv) {
+  const bool has_scenario = argc > 3 && std::string(argv[2]) == "--scenario";
+  const auto deadline = std::chrono::seconds(has_scenario ? 5 : 60);
+  the_world.emplace(World::from_environment({.device = DeviceKind::cuda, .deadline = deadline}));
+  int code = 0;
+  if (has_scenario) {
+    try {
+      code = scenario(argv[3]);
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "rank %d: %s\n", rank(), error.what());
+      world().abort(error.what());
+      std::fflush(stderr);
+      _exit(1);  // what runs on the device may wait for a peer
+    }
+  } else {
+    ::testing::InitGoogleTest(&argc, argv);
+    if (rank() != 0)
+      delete ::testing::UnitTest::GetInstance()->listeners().Release(
+          ::testing::UnitTest::GetInstance()->listeners().default_result_printer());
+    code = RUN_ALL_TESTS();
+    if (code != 0 && rank() != 0) std::fprintf(stderr, "rank %d: tests failed\n", rank());
+  }
+  std::fflush(stdout);
+  the_world.reset();
+  return code;
+}
+
+}  // namespace
+}  // namespace fsdp::testing
+
+int main(int argc, char** argv) {
+  const int ranks = argc > 1 ? std::atoi(argv[1]) : 2;
+  fsdp::log::set_sink([](fsdp::log::Level level, std::string_view message) {
+    if (level == fsdp::log::Level::warning)
+      std::fprintf(stderr, "%.*s\n", static_cast<int>(message.size()), message.data());
+  });
+  if (const auto code = fsdp::spawn_ranks(ranks)) return *code;
+  return fsdp::testing::main_of_rank(argc, argv);
+}
