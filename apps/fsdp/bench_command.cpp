@@ -33,7 +33,7 @@ void BenchCommand::add_to(CLI::App& app) {
   overlap_->add_flag("--unify", overlap.unify, "Gathers and reductions on one stream");
   overlap_->add_option("--gather-multiprocessors", overlap.gather_multiprocessors, "Held by a gather; 0: copy engine")
       ->check(CLI::Range(0, 132));
-  overlap_->add_option("--trace", overlap.trace, "Write the last step as a Chrome trace to this file");
+  overlap_->add_option("--trace", overlap.trace, "Write the steps as a Chrome trace to this file");
 
   train_ = command_->add_subcommand("train", "A whole training step with optimizer, by hand and with the library");
   train_->add_option("--preset", train.preset);

@@ -13,7 +13,7 @@ struct BenchOverlapCommand {
   int amount = 1, delay = 0;
   bool keep_last = true, unify = false;
   int gather_multiprocessors = 0;  // held by a gather; 0: the copy engine does it
-  std::string trace;               // the last step as a Chrome trace
+  std::string trace;               // all steps as a Chrome trace
 };
 
 // Rank 0 of several on a loopback that takes the time of a link. Prints one JSON object: of all steps the least and

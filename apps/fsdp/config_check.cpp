@@ -37,7 +37,9 @@ std::vector<MeshAxis> mesh_axes(const TrainConfig& config) {
     FSDP_CHECK(product <= 1'000'000, UsageError, "mesh.axes: more than a million ranks");
   }
   FSDP_CHECK(product == ranks, UsageError,
-             "mesh.axes make {} ranks, but there are {} (run.ranks, --ranks or the processes of a launcher): make the two equal", product, ranks);
+             "mesh.axes make {} ranks, but there are {} (run.ranks, --ranks or the processes of a launcher): make the "
+             "two equal",
+             product, ranks);
   return axes;
 }
 
@@ -60,6 +62,11 @@ void validate_train_config(const TrainConfig& config) {
   FSDP_CHECK(config.optimizer.warmup_steps <= run.steps, UsageError,
              "optimizer.warmup_steps: expected at most run.steps = {}, got {}", run.steps,
              config.optimizer.warmup_steps);
+  FSDP_CHECK(!run.capture || config.optimizer.name == "adamw", UsageError,
+             "run.capture needs optimizer.name = \"adamw\", whose learning rate a captured step reads anew; got {}",
+             config.optimizer.name);
+  FSDP_CHECK(!run.capture || !config.model.shape.recompute, UsageError,
+             "run.capture and model.recompute exclude each other: what a recomputed function needs cannot be captured");
   FSDP_CHECK(run.sample_length == 0 || !run.sample_prompt.empty(), UsageError,
              "run.sample_prompt: expected at least one character to continue, got none; set run.sample_length = 0 for "
              "no sample");

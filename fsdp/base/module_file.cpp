@@ -8,9 +8,8 @@
 #include "fsdp/base/env.h"
 
 namespace fsdp {
-namespace {
 
-std::string find_module(const std::string& name) {
+std::string module_path(const std::string& name) {
   if (const auto folder = env::text("FSDP_MODULE_DIR")) return *folder + "/" + name;
   std::error_code error;
   const auto program = std::filesystem::read_symlink("/proc/self/exe", error);
@@ -18,10 +17,8 @@ std::string find_module(const std::string& name) {
   return !error && std::filesystem::exists(beside, error) ? beside.string() : name;
 }
 
-}  // namespace
-
 const void* open_module(const char* name, const char* symbol, const std::string& needs) {
-  const std::string file = find_module(name);
+  const std::string file = module_path(name);
   // Global: MPI finds its own plug-ins' symbols only then.
   void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_GLOBAL);
   if (handle == nullptr) {

@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <map>
+#include <numeric>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/env.h"
@@ -92,6 +93,28 @@ bool uses_cuda(DeviceKind kind) {
   const std::string reason = why_no_cuda();
   FSDP_CHECK(kind == DeviceKind::automatic || reason.empty(), UsageError, "CUDA was asked for, but {}", reason);
   return reason.empty();
+}
+
+bool all_use_cuda(const std::shared_ptr<World::Backend>& host, DeviceKind kind) {
+  if (kind == DeviceKind::cpu) return false;
+  const std::string reason = why_no_cuda();
+  const World world(host);
+  std::vector<int> ranks(static_cast<std::size_t>(world.size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  // The highest rank without CUDA, and the highest with it, counted from 1; 0: none.
+  std::int64_t highest[2] = {reason.empty() ? 0 : world.rank().value() + 1,
+                             reason.empty() ? world.rank().value() + 1 : 0};
+  const Stream stream = host->runtime->compute_stream();
+  world.create_communicator(ranks, "devices")
+      .all_reduce(highest, highest, Elements(2), c10::kLong, ReduceOp::max, stream, "FSDP:agreement on devices");
+  stream.synchronize();
+  if (highest[0] == 0) return true;
+  FSDP_CHECK(kind == DeviceKind::automatic || reason.empty(), UsageError, "CUDA was asked for, but rank {}: {}",
+             world.rank().value(), reason);
+  FSDP_CHECK(highest[1] == 0 && kind == DeviceKind::automatic, UsageError,
+             "rank {} cannot use CUDA and rank {} can: all ranks must run on the same kind of device", highest[0] - 1,
+             highest[1] - 1);
+  return false;
 }
 
 World cuda_world(std::shared_ptr<World::Backend> host, const Launcher& launcher,

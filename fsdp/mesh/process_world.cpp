@@ -53,7 +53,7 @@ std::optional<World> process_world(const Launcher& launcher, const WorldOptions&
                                                                              .deadline = deadline});
   };
   backend->abort = [process, id](const std::string& reason) { process->fail_world(id, reason); };
-  if (!uses_cuda(options.device)) return World(std::move(backend));
+  if (!all_use_cuda(backend, options.device)) return World(std::move(backend));
   const auto failure = [process, id] {
     process->progress();
     return process->failure(id);

@@ -331,6 +331,9 @@ void Scheduler::take_slot(FsdpModule& unit) {
   ReduceSlot& slot = slots_[chosen];
   compute_stream().wait(slot.done);
   recycle(slot);
+  // When a unit with nested units, or a lender, takes its slot depends on which parameters this rank used: then it must
+  // not shift what lies where in the arena.
+  slot_pool_.use_arena(chosen < 2 ? arena_.get() : nullptr);
   slot.in_use = true;
   unit.slot_ = static_cast<int>(chosen);
   const auto live = [](const ReduceSlot& s) { return s.in_use || !s.memory.empty(); };

@@ -102,8 +102,8 @@ FsdpContext::CapturedStep FsdpContext::capture(const std::function<at::Tensor()>
 
 at::Tensor FsdpContext::CapturedStep::replay() {
   FSDP_CHECK(graph_ != nullptr, UsageError, "this captured step is empty: it comes from FsdpContext::capture");
+  context_->scheduler_->before_replay();
   graph_->replay();
-  context_->scheduler_->replayed();
   return result_;
 }
 

@@ -162,11 +162,13 @@ void FsdpParameterGroup::close_window_on_device(const DBuffer& buffer) {
 }
 
 void FsdpParameterGroup::drop_accumulated(BufferPool& accumulations) {
+  std::fill(used_.begin(), used_.end(), 0);
   if (has_accumulated_) free_accumulated(accumulations);
 }
 
 void FsdpParameterGroup::abandon_window(BufferPool& slots, BufferPool& accumulations) {
   if (packing_) packing_->abandon();
+  std::fill(used_.begin(), used_.end(), 0);
   if (slot_.storage().attached()) slots.release(slot_.storage().detach(), slot_.size());
   if (accumulated_ && accumulated_->storage().attached()) free_accumulated(accumulations);
   has_accumulated_ = false;
@@ -309,10 +311,13 @@ bool FsdpParameterGroup::prepare_main_gradient(const Stream& stream) {
 }
 
 bool FsdpParameterGroup::drop_unused_gradients() {
-  if (!main_gradient_.buffer || main_gradient_.buffer->storage().data() == nullptr) return false;
-  const DBuffer& buffer = *main_gradient_.buffer;
   const bool on_device = kernels() != nullptr;
-  if (on_device && runtime().capturing()) return false;
+  if (!main_gradient_.buffer || main_gradient_.buffer->storage().data() == nullptr ||
+      (on_device && runtime().capturing())) {
+    std::fill(used_.begin(), used_.end(), 0);
+    return false;
+  }
+  const DBuffer& buffer = *main_gradient_.buffer;
   bool waited = false;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const bool used_here = std::exchange(used_[i], 0) != 0;  // then it was used

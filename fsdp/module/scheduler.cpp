@@ -155,7 +155,8 @@ void Scheduler::check_idle(const char* action) const {
              "{}: only between steps: a forward, a backward or an accumulation over microbatches is under way", action);
 }
 
-void Scheduler::replayed() {
+void Scheduler::before_replay() {
+  join();  // a gather that nobody waited for must not meet the graph
   weights_changed();
   ++updates_;
   ++step_;

@@ -66,7 +66,7 @@ class Scheduler {
   void weights_changed();
   void optimizer_stepped() { ++updates_; }
   void check_idle(const char* action) const;  // throws UsageError inside a forward, backward or accumulation
-  void replayed();                            // a captured step, with its optimizer, was enqueued
+  void before_replay();                       // of a captured step, with its optimizer
   void check_gradients_reduced(const char* action) const;  // throws UsageError naming the unit
   void drop_accumulated();
   void reset();

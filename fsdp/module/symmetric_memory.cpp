@@ -71,7 +71,7 @@ void Scheduler::make_arena() {
     }
     const bool root = std::find(tree_.roots.begin(), tree_.roots.end(), unit->index()) != tree_.roots.end();
     if (unit->options().reshard == Reshard::never || (root && unit->options().reshard == Reshard::automatic)) {
-      kept += whole + slot;  // beside the others, with a slot of its own
+      kept += whole;  // beside the others
     } else {
       largest = std::max(largest, whole);
       largest_slot = std::max(largest_slot, slot);
@@ -81,7 +81,7 @@ void Scheduler::make_arena() {
                      : options_.prefetch.kind == Prefetch::Kind::lists ? 1
                                                                        : options_.prefetch.amount;
   if (options_.keep_budget) kept += *options_.keep_budget;
-  const Bytes room = options_.symmetric_bytes.value_or(kept + largest * (ahead + 1) + largest_slot);
+  const Bytes room = options_.symmetric_bytes.value_or(kept + largest * (ahead + 1) + largest_slot * 2);
   const Bytes size = shards + Arena::rounded(room);
 
   c10::DataPtr memory = gather->allocate_symmetric(size);
@@ -110,12 +110,16 @@ void Scheduler::make_arena() {
                              size.value() >> 20);
 }
 
-// Slots whose reduction is under way: their memory may be taken by whoever waits for it.
+// Slots whose reduction is under way: their memory may be taken by whoever waits for it. What does not lie in the arena
+// stays until compute has waited.
 void Scheduler::reclaim_slots() {
   for (auto& slot : slots_) {
     if (slot.in_use) continue;
-    for (auto& [memory, size] : slot.memory) slot_pool_.release_after(std::move(memory), size, slot.done);
-    slot.memory.clear();
+    std::erase_if(slot.memory, [&](auto& part) {
+      if (!arena_->contains(part.first.get())) return false;
+      slot_pool_.release_after(std::move(part.first), part.second, slot.done);
+      return true;
+    });
   }
 }
 

@@ -42,4 +42,9 @@ void WeightGradient::add(const at::Tensor& dy, const at::Tensor& x) {
   adds_ = true;
 }
 
+at::Tensor WeightGradient::take() {
+  if (place_.defined() && !adds_) place_.zero_();  // claimed, and there was nothing to add
+  return std::move(value_);
+}
+
 }  // namespace fsdp

@@ -16,7 +16,7 @@ class WeightGradient {
   explicit WeightGradient(const at::Tensor& weight);
   void add(const at::Tensor& dy, const at::Tensor& x);
   // The gradient that is to travel along the weight's edge; undefined when it is in its place already.
-  [[nodiscard]] at::Tensor take() { return std::move(value_); }
+  [[nodiscard]] at::Tensor take();
 
  private:
   at::Tensor place_;  // undefined: none, the value travels

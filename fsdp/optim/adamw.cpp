@@ -35,11 +35,13 @@ void AdamW::update_on_device(const std::vector<DeviceRun>& runs, const at::Tenso
                       .gradient_dtype = dtypes.gradient,
                       .low_precision_dtype = r.low_precision == nullptr ? dtypes.main : dtypes.compute});
   }
-  kernels()->adamw(pieces, {.learning_rate = static_cast<const float*>(learning_rate.const_data_ptr()),
-                            .skip = skip ? static_cast<const float*>(skip->const_data_ptr()) : nullptr,
-                            .beta1 = options_.beta1,
-                            .beta2 = options_.beta2,
-                            .epsilon = options_.epsilon});
+  kernels()->adamw(
+      pieces, {.learning_rate = static_cast<const float*>(learning_rate.const_data_ptr()),
+               .skip = skip ? static_cast<const float*>(skip->const_data_ptr()) : nullptr,
+               .heed_marks = pieces.empty() ? false : runs.front().run->group->mesh().mesh().runtime()->capturing(),
+               .beta1 = options_.beta1,
+               .beta2 = options_.beta2,
+               .epsilon = options_.epsilon});
 }
 
 void AdamW::update(const std::vector<ShardRun*>& runs, const std::vector<at::Tensor>& gradients,

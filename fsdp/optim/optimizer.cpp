@@ -100,6 +100,9 @@ void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
     skipped_.add_(*skip);
   }
   if (kernels_ != nullptr) return step_on_device(skip);
+  FSDP_CHECK(!alive->mesh().runtime()->capturing(), UsageError,
+             "this optimizer's step would keep the learning rate of now in a captured step; on a GPU fsdp::AdamW over "
+             "gradients of at most fp32 can be captured");
   for (std::size_t i = 0; i < runs_.size(); ++i) {
     const auto& parameters = runs_[i].parameters;
     const auto defined = std::count_if(parameters.begin(), parameters.end(),

@@ -17,7 +17,8 @@ const CudaRuntimeModule& module() {
   const auto* found =
       static_cast<const CudaRuntimeModule*>(open_module(kCudaModule, kCudaRuntimeSymbol, kCudaModuleNeeds));
   FSDP_CHECK(found->version == kCudaModuleVersion, UsageError,
-             "the module {} belongs to another version of libfsdp; build and install both together", kCudaModule);
+             "the module {} belongs to another version of libfsdp; build and install both together",
+             module_path(kCudaModule));
   return *found;
 }
 

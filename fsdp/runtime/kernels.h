@@ -45,10 +45,10 @@ struct AdamWPiece {
   void* weight = nullptr;
   void* first_moment = nullptr;
   void* second_moment = nullptr;
-  float* step = nullptr;           // updates so far; the kernel counts this one
-  const void* gradient = nullptr;  // -0 in its first element: nobody used the parameter, nothing changes
-  void* low_precision = nullptr;   // the new weight rounded; null: none wanted
-  std::int64_t count = 0;          // elements
+  float* step = nullptr;  // updates so far; the kernel counts this one
+  const void* gradient = nullptr;
+  void* low_precision = nullptr;  // the new weight rounded; null: none wanted
+  std::int64_t count = 0;         // elements
   float learning_rate_scale = 1, weight_decay = 0;
   c10::ScalarType weight_dtype = c10::kFloat, gradient_dtype = c10::kFloat, low_precision_dtype = c10::kBFloat16;
 };
@@ -56,6 +56,9 @@ struct AdamWPiece {
 struct AdamWStep {
   const float* learning_rate = nullptr;  // on the device, so that a captured step can change it
   const float* skip = nullptr;           // on the device, 1: nothing changes; null: never
+  // A gradient whose first element is -0 leaves its piece alone. For captured steps: elsewhere unused gradients are
+  // undefined, and arithmetic of the user's may make -0.
+  bool heed_marks = false;
   double beta1 = 0.9, beta2 = 0.999, epsilon = 1e-8;
 };
 

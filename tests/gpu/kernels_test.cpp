@@ -120,9 +120,12 @@ TEST(GpuKernels, AdamWEqualsATen) {
     at::Tensor skip = at::ones({}, weight.options());
     kernels().adamw({&piece, 1}, {.learning_rate = rate.const_data_ptr<float>(), .skip = skip.const_data_ptr<float>()});
     gradient[0] = -0.0f;  // nobody used it
-    kernels().adamw({&piece, 1}, {.learning_rate = rate.const_data_ptr<float>()});
+    kernels().adamw({&piece, 1}, {.learning_rate = rate.const_data_ptr<float>(), .heed_marks = true});
     EXPECT_TRUE(at::equal(weight, before));
     EXPECT_EQ(step.item<float>(), 5.0f);
+    kernels().adamw({&piece, 1}, {.learning_rate = rate.const_data_ptr<float>()});  // just a zero
+    EXPECT_FALSE(at::equal(weight, before));
+    EXPECT_EQ(step.item<float>(), 6.0f);
   }
 }
 

@@ -111,7 +111,7 @@ class LoopbackGroup final : public CommunicatorBackend {
     if (copies_.empty()) return;
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     FSDP_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-    if (status != cudaStreamCaptureStatusNone) {  // batches cannot be captured
+    if (stream == nullptr || status != cudaStreamCaptureStatusNone) {  // where batches are refused
       for (const Copy& copy : copies_)
         FSDP_CUDA_CHECK(cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDeviceToDevice, stream));
       return;

@@ -75,12 +75,9 @@ class NcclGroup final : public CommunicatorBackend {
   }
 
   ~NcclGroup() override {
+    watch_->stop_asking();
     if (std::uncaught_exceptions() > 0) return;  // peers may be gone: destroying would wait for them
     const auto watched = watch_->host_call("the end of a group (ncclCommDestroy)");
-    {
-      std::lock_guard lock(ending_mutex_);
-      ending_ = true;
-    }
     cudaFree(scratch_);
     while (!memories_.empty()) deregister_symmetric(memories_.back().base);
     for (ncclComm_t communicator : {communicator_, small_}) {
@@ -124,18 +121,21 @@ class NcclGroup final : public CommunicatorBackend {
 
   [[nodiscard]] bool register_symmetric(void* base, Bytes size) override {
     const auto watched = watch_->host_call("the registration of memory (ncclCommWindowRegister)");
-    std::lock_guard lock(calls());
+    bool good = true;
     memories_.push_back({static_cast<std::byte*>(base), size.value(), {}});
     for (ncclComm_t communicator : {communicator_, small_}) {
       if (communicator == nullptr) continue;
       ncclWindow_t window = nullptr;
+      std::unique_lock lock(calls());
       const ncclResult_t code = ncclCommWindowRegister(communicator, base, static_cast<std::size_t>(size.value()),
                                                        &window, NCCL_WIN_COLL_SYMMETRIC);
-      if (code != ncclSuccess || window == nullptr) return false;
-      memories_.back().windows.emplace_back(communicator, window);
+      lock.unlock();
+      if (code == ncclSuccess && window != nullptr) memories_.back().windows.emplace_back(communicator, window);
+      good = all_agree(good && code == ncclSuccess && window != nullptr);
+      if (!good) break;  // on every rank
     }
-    warm_up(memories_.back());
-    return true;
+    if (good) warm_up(memories_.back());
+    return good;
   }
 
   void deregister_symmetric(void* base) override {
@@ -147,8 +147,6 @@ class NcclGroup final : public CommunicatorBackend {
   }
 
   [[nodiscard]] std::string library_error() const {
-    std::lock_guard lock(ending_mutex_);
-    if (ending_) return {};
     ncclResult_t state = ncclSuccess;
     const ncclResult_t code = ncclCommGetAsyncError(communicator_, &state);
     if (code != ncclSuccess) state = code;
@@ -175,6 +173,21 @@ class NcclGroup final : public CommunicatorBackend {
     message.sequence = operation.sequence;
     message.stamp = operation.stamp;
     options_.host->execute(message);
+  }
+
+  // Whether `good` holds on all ranks, by a message between the hosts.
+  [[nodiscard]] bool all_agree(bool good) const {
+    if (!options_.host) return good;
+    std::int64_t bad = good ? 0 : 1;
+    Collective message;
+    message.kind = trace::Kind::all_reduce;
+    message.reduce = ReduceOp::max;
+    message.dtype = c10::kLong;
+    message.send = message.receive = &bad;
+    message.count = 1;
+    message.label = "FSDP:registration of memory";
+    options_.host->execute(message);
+    return bad == 0;
   }
 
   void enqueue(const Collective& c, cudaStream_t stream) {
@@ -265,8 +278,6 @@ class NcclGroup final : public CommunicatorBackend {
   const int rank_;
   const GroupOptions options_;
   std::vector<Registered> memories_;
-  mutable std::mutex ending_mutex_;
-  bool ending_ = false;  // guarded by it: the watchdog asks no more
   std::shared_ptr<Watch> watch_;
   void* scratch_ = nullptr;
   bool check_ = false;

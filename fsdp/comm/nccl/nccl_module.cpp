@@ -9,7 +9,8 @@ namespace fsdp::nccl {
 const Module& module() {
   const auto* found = static_cast<const Module*>(open_module(kCudaModule, kNcclSymbol, kCudaModuleNeeds));
   FSDP_CHECK(found->version == kCudaModuleVersion, UsageError,
-             "the module {} belongs to another version of libfsdp; build and install both together", kCudaModule);
+             "the module {} belongs to another version of libfsdp; build and install both together",
+             module_path(kCudaModule));
   return *found;
 }
 

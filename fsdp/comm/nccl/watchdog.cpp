@@ -15,6 +15,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kInterval{100};
 constexpr std::chrono::seconds kPatienceAfterFailure{2};
+constexpr std::chrono::milliseconds kTimeToSend{300};
 constexpr std::size_t kMostWatched = 1024;  // operations of one group under way; later ones wait behind them anyway
 
 class Watchdog {
@@ -127,8 +128,12 @@ void Watch::look() {
   const std::string after =
       fmt::format("{} operations of this group were issued after #{}, which ended", entries_.size(), last_ended_);
   lock.unlock();
-  if (const auto error = options_.library_error(); !error.empty())
-    end_process(fmt::format("{} failed: {}", what, error));
+  std::string error;
+  {
+    std::lock_guard asking(asking_);
+    if (!stopped_) error = options_.library_error();
+  }
+  if (!error.empty()) end_process(fmt::format("{} failed: {}", what, error));
   if (const auto failure = options_.peer_failure(); !failure.empty()) {
     if (!failure_seen_) failure_since_ = now;
     failure_seen_ = true;
@@ -141,8 +146,18 @@ void Watch::look() {
                     options_.deadline.count(), fmt::join(options_.members, ", "), after));
 }
 
+void Watch::stop_asking() {
+  std::lock_guard asking(asking_);
+  stopped_ = true;
+}
+
 void Watch::end_process(const std::string& why) {
   options_.report(fmt::format("rank {}: {}", options_.members[options_.rank], why));
+  const auto until = Clock::now() + kTimeToSend;
+  while (Clock::now() < until) {  // the report is on its way to the other ranks
+    static_cast<void>(options_.peer_failure());
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
   _exit(1);  // nothing else returns from here: destructors and exit handlers would wait for the device
 }
 

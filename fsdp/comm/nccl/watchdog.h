@@ -43,6 +43,9 @@ class Watch {
   // A host call that may block, such as "ncclCommDestroy"; until the result goes.
   [[nodiscard]] std::shared_ptr<void> host_call(const char* what);
 
+  // The group is ending: `library_error` is asked no more.
+  void stop_asking();
+
   // By the watchdog thread.
   void look();
 
@@ -63,6 +66,8 @@ class Watch {
 
   const WatchOptions options_;
   int device_ = 0;
+  std::mutex asking_;  // held while `library_error` runs; guards stopped_
+  bool stopped_ = false;
   std::mutex mutex_;  // guards everything below
   std::deque<Entry> entries_;
   std::vector<cudaEvent_t> events_;  // free ones

@@ -20,7 +20,7 @@ const Module& open_module(const char* name) {
   const auto needs = std::string("Debian: ") + (std::string(name) == kMpiModule ? "libopenmpi-dev" : "libzmq3-dev");
   const auto* module = static_cast<const Module*>(fsdp::open_module(name, kModuleSymbol, needs));
   FSDP_CHECK(module->version == kModuleVersion, UsageError,
-             "the module {} belongs to another version of libfsdp; build and install both together", name);
+             "the module {} belongs to another version of libfsdp; build and install both together", module_path(name));
   return *module;
 }
 

@@ -152,6 +152,7 @@ class CudaKernels final : public Kernels {
     const float *learning_rate = step.learning_rate, *skip = step.skip;
     double beta1 = step.beta1, beta2 = step.beta2;
     float epsilon = static_cast<float>(step.epsilon);
+    int marks = step.heed_marks ? 1 : 0;
     for (std::size_t begin = 0; begin < pieces.size(); begin += kAdamWPieces) {
       const auto some = pieces.subspan(begin, std::min(kAdamWPieces, pieces.size() - begin));
       DeviceAdamWArguments device{};
@@ -173,10 +174,10 @@ class CudaKernels final : public Kernels {
                            0};
         most = std::max(most, p.count);
       }
-      void* arguments[] = {&device, &learning_rate, &skip, &beta1, &beta2, &epsilon};
+      void* arguments[] = {&device, &learning_rate, &skip, &marks, &beta1, &beta2, &epsilon};
       launch(adamw_, dim3(blocks(most, kElements), static_cast<unsigned>(some.size())), arguments);
       int count = static_cast<int>(some.size());
-      void* count_arguments[] = {&device, &count, &skip};
+      void* count_arguments[] = {&device, &count, &skip, &marks};
       launch(adamw_count_, dim3(1), count_arguments);
     }
   }
@@ -236,9 +237,9 @@ class CudaKernels final : public Kernels {
     void* pack[] = {&entries, &dtype};
     launch(pack_, dim3(1), pack);
     DeviceAdamWArguments pieces{};
-    void* adamw[] = {&pieces, &nothing, &nothing, &wide_one, &wide_one, &one};
+    void* adamw[] = {&pieces, &nothing, &nothing, &dtype, &wide_one, &wide_one, &one};
     launch(adamw_, dim3(1), adamw);
-    void* counted[] = {&pieces, &dtype, &nothing};
+    void* counted[] = {&pieces, &dtype, &nothing, &dtype};
     launch(adamw_count_, dim3(1), counted);
     float* none = nullptr;
     const std::int64_t* no_targets = nullptr;

@@ -175,13 +175,13 @@ struct AdamWPiece {
 };
 struct AdamWArguments { AdamWPiece piece[40]; };
 
-__device__ inline bool adamw_rests(const AdamWPiece& p, const float* skip) {
+__device__ inline bool adamw_rests(const AdamWPiece& p, const float* skip, int marks) {
   if (skip != 0 && *skip != 0.0f) return true;
-  return is_mark(load1(p.gradient, p.gradient_dtype, 0));
+  return marks && is_mark(load1(p.gradient, p.gradient_dtype, 0));
 }
 
 extern "C" __global__ void fsdp_adamw(const __grid_constant__ AdamWArguments arguments, const float* learning_rate,
-                                      const float* skip, double beta1, double beta2, float epsilon) {
+                                      const float* skip, int marks, double beta1, double beta2, float epsilon) {
   const AdamWPiece& p = arguments.piece[blockIdx.y];
   i64 first = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 8;
   if ((i64)blockIdx.x * blockDim.x * 8 >= p.count) return;
@@ -191,7 +191,7 @@ extern "C" __global__ void fsdp_adamw(const __grid_constant__ AdamWArguments arg
     double bias1 = 1.0 - pow(beta1, step), bias2 = 1.0 - pow(beta2, step);
     shared[0] = (float)((double)(*learning_rate * p.scale) / bias1);
     shared[1] = (float)sqrt(bias2);
-    shared[2] = adamw_rests(p, skip) ? 1.0f : 0.0f;
+    shared[2] = adamw_rests(p, skip, marks) ? 1.0f : 0.0f;
   }
   __syncthreads();
   if (shared[2] != 0.0f) return;
@@ -236,9 +236,9 @@ extern "C" __global__ void fsdp_adamw(const __grid_constant__ AdamWArguments arg
 }
 
 // After the update: counts it.
-extern "C" __global__ void fsdp_adamw_count(const __grid_constant__ AdamWArguments arguments, int pieces, const float* skip) {
+extern "C" __global__ void fsdp_adamw_count(const __grid_constant__ AdamWArguments arguments, int pieces, const float* skip, int marks) {
   int k = threadIdx.x;
-  if (k < pieces && !adamw_rests(arguments.piece[k], skip)) *arguments.piece[k].step += 1.0f;
+  if (k < pieces && !adamw_rests(arguments.piece[k], skip, marks)) *arguments.piece[k].step += 1.0f;
 }
 
 // One block a row: maximum and sum of exponentials in one pass over the logits.
