@@ -147,6 +147,7 @@ int train(const TrainCommand& command) {
     if (leads) report(*job, command, own);  // now: a launcher that ends the job may not leave time for it later
   };
   LaunchOptions options;
+  options.world.device = DeviceKind::automatic;  // as the others, most likely, whatever is wrong here
   if (job) {
     options.ranks = static_cast<int>(job->config.run.ranks);
     options.world.device = device_kind(job->config);

@@ -14,7 +14,7 @@ namespace fsdp {
 // Throws UsageError when CUDA is asked for and not there, with the reason.
 [[nodiscard]] bool uses_cuda(DeviceKind kind);
 
-// The same for all ranks of a job; collective. Throws UsageError on all of them when they do not agree, with the rank.
+// The same for the ranks of a job: those with CUDA wait for each other, so that ranks without are named as missing.
 [[nodiscard]] bool all_use_cuda(const std::shared_ptr<World::Backend>& host, DeviceKind kind);
 
 // Over `host`, the same ranks on the CPU. `peer_failure`: why another rank has failed; empty while none has; any
