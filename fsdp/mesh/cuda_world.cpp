@@ -12,8 +12,7 @@
 namespace fsdp {
 namespace {
 
-// Blocks of a reduction over symmetric memory or a ring: 16 are 1.3 times as fast as NCCL's choice of 9
-// (bench/results/collectives_gpu.jsonl).
+// Blocks of a reduction: NCCL's own choice of 9 on an H200 leaves bandwidth of its links unused.
 constexpr int kReduceCtas = 16;
 
 // The communicators of one world; parents are shared by the groups of the same ranks.
@@ -41,7 +40,7 @@ class NcclGroups {
     return parent->split({.name = key.substr(0, key.find('/')),
                           .members = members,
                           .use = use,
-                          .ctas = use == GroupUse::reduce ? ctas_of_reductions() : 0,
+                          .ctas = use == GroupUse::reduce ? kReduceCtas : 0,
                           .why_no_symmetric_memory = no_symmetric_memory_,
                           .deadline = deadline_,
                           .report = [host = host_](const std::string& what) { report(World(host), what); },
@@ -50,8 +49,6 @@ class NcclGroups {
   }
 
  private:
-  static int ctas_of_reductions() { return static_cast<int>(env::integer("FSDP_REDUCE_CTAS").value_or(kReduceCtas)); }
-
   // By the watchdog, which ends the process afterwards.
   static void report(const World& host, const std::string& what) {
     log::write(log::Level::warning, what);

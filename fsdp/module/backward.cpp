@@ -343,6 +343,7 @@ void Scheduler::take_slot(FsdpModule& unit) {
 
 void Scheduler::recycle(ReduceSlot& slot) {
   if (slot.in_use) return;
+  slot_pool_.use_arena(arena_.get());  // take_slot may have kept the pool off it; what came from it goes back to it
   for (auto& [memory, size] : slot.memory) slot_pool_.release(std::move(memory), size);
   slot.memory.clear();
 }
@@ -433,6 +434,7 @@ void Scheduler::launch_queued(FsdpModule& unit) {
 void Scheduler::launch_reduction(FsdpModule& unit) {
   trace::Span* span = issue_span(unit.names_.reduce_gradients, trace::Kind::unit, reduce_stream_);
   reduce_stream_.wait(unit.packed_event_);
+  slot_pool_.use_arena(arena_.get());  // reductions are in one order on all ranks
   for (auto& group : unit.groups_) {
     if (!group->trainable()) continue;
     group->reduce(reduce_stream_, slot_pool_, accumulation_pool_, unit.names_.reduce_gradients);

@@ -478,6 +478,7 @@ void Scheduler::reset() {
   for (int axis = 0; axis < mesh_.axis_count(); ++axis) {
     for (Use use : {Use::gather, Use::reduce}) mesh_.communicator(axis, use).reset();
   }
+  slot_pool_.use_arena(arena_.get());
   releases_.clear();
   reductions_.clear();
   line_.clear();

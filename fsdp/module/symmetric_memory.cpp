@@ -113,6 +113,7 @@ void Scheduler::make_arena() {
 // Slots whose reduction is under way: their memory may be taken by whoever waits for it. What does not lie in the arena
 // stays until compute has waited.
 void Scheduler::reclaim_slots() {
+  slot_pool_.use_arena(arena_.get());
   for (auto& slot : slots_) {
     if (slot.in_use) continue;
     std::erase_if(slot.memory, [&](auto& part) {
