@@ -71,10 +71,6 @@ void Arena::release(void* part, const Event& last_use) {
   free_[offset] = std::move(freed);
 }
 
-void Arena::forget_events() {
-  for (auto& [offset, part] : free_) part.users.clear();
-}
-
 bool Arena::contains(const void* address) const {
   const auto* begin = static_cast<const std::byte*>(memory_.get());
   const auto* at = static_cast<const std::byte*>(address);

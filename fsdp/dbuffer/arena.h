@@ -25,8 +25,6 @@ class Arena {
   [[nodiscard]] bool has_room(Bytes size) const;
   // A part that `acquire` returned, free once `last_use` is reached.
   void release(void* part, const Event& last_use);
-  // After everything that used any part has ended: no free part waits for anything.
-  void forget_events();
 
   [[nodiscard]] bool contains(const void* address) const;
   [[nodiscard]] void* base() const { return memory_.get(); }

@@ -96,7 +96,7 @@ struct ContextOptions {
   // backward begins, so that moment is the peak of memory.
   bool late_first_prefetch = false;
   // On GPUs of one host: gathered weights and reduce slots lie in one arena that is registered with NCCL, so that
-  // gathers run on copy engines and reductions take 1.3 times less. Off: NCCL's rings, and memory from the caching
+  // gathers run on copy engines and reductions as symmetric kernels. Off: NCCL's rings, and memory from the caching
   // allocator.
   bool symmetric_memory = true;
   std::optional<Bytes> symmetric_bytes = {};  // of the arena beyond the resting shards; default: what the policies need

@@ -140,7 +140,8 @@ class FsdpParameterGroup {
   // A further tensor over the values of a parameter: it becomes a view of the whole weight, its gradients are added.
   void add_alias(int index, const at::Tensor& tensor);
 
-  // The resting weights that gathers send move to memory at `part` of a registered arena.
+  // The resting weights that gathers send move to memory at `part` of a registered arena; null: back to
+  // memory of their own.
   void move_model_weight(void* part);
 
   // Turns names into paths from the root; `prefixes` are those of the unit's modules, with their separator.

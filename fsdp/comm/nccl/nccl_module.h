@@ -2,8 +2,8 @@
 // it.
 //
 // NCCL (2.28) directly. A parent communicator of some ranks is made non-blocking, so that its making has a deadline,
-// and split into blocking children that do the work: collectives on a non-blocking communicator cost 90 us of host time
-// each and return before they are enqueued, so an event recorded after them comes too early. One child for gathers and
+// and split into blocking children that do the work: each collective on a non-blocking communicator starts a thread
+// and returns before it is enqueued, so an event recorded after them comes too early. One child for gathers and
 // one for reductions: one communicator serialises its operations whatever the streams.
 #pragma once
 
