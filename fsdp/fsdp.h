@@ -10,6 +10,7 @@
 #include "fsdp/mesh/world.h"
 #include "fsdp/module/call.h"
 #include "fsdp/module/context.h"
+#include "fsdp/module/delayed_weight_gradients.h"
 #include "fsdp/module/dropout.h"
 #include "fsdp/module/hooked.h"
 #include "fsdp/module/linear.h"

@@ -76,6 +76,9 @@ if [ "$gpus" -eq 1 ]; then
 fi
 several=$build/tests/gpu_ranks_test
 run "$ranks ranks" timeout 300 "$several" "$ranks" --gtest_filter="$filter"
+if [ "$gpus" -gt 1 ]; then
+  run "$ranks ranks, all gathers by copy engine" env FSDP_COPY_ENGINE_FROM_MIB=0 timeout 300 "$several" "$ranks" --gtest_filter="$filter"
+fi
 if [ "$filter" = "*" ]; then
   fails_with "a killed rank" "did not end within\|another rank has failed\|remote process exited" timeout 120 "$several" "$ranks" --scenario killed
   fails_with "a wrong order" "ranks run different operations" timeout 120 "$several" "$ranks" --scenario order

@@ -18,7 +18,19 @@ void BenchCommand::add_to(CLI::App& app) {
   step_->add_flag("--late", step.late, "The first prefetch of backward waits for half of the first unit's gradients");
   step_->add_flag("--nccl", step.nccl, "Real ranks, one a GPU, instead of a loopback");
   step_->add_option("--symmetric", step.symmetric, "With --nccl: registered memory, true or false");
+  step_->add_flag("--copy-engine-reducer", step.copy_engine_reducer, "With --nccl: reductions by copy engine");
   step_->add_flag("--serve", step.serve, "Run the mode named on each line of the input");
+
+  host_ = command_->add_subcommand("host", "Host time that sharding adds to a unit");
+  host_->add_option("--shape", host.shape, "A to E, or layers,width,tokens,ffn");
+  host_->add_option("--ranks", host.ranks)->check(CLI::Range(1, 4096));
+  host_->add_option("--rounds", host.rounds)->check(CLI::Range(1, 100000));
+  host_->add_flag("--nccl", host.nccl, "Real ranks, one a GPU, instead of a loopback");
+
+  collectives_ = command_->add_subcommand("collectives", "Gathers and reductions between real ranks, one a GPU");
+  collectives_->add_option("--ranks", collectives.ranks)->check(CLI::Range(2, 4096));
+  collectives_->add_option("--largest", collectives.largest_mib, "MiB")->check(CLI::Range(1, 4096));
+  collectives_->add_option("--rounds", collectives.rounds)->check(CLI::Range(1, 10000));
 
   overlap_ = command_->add_subcommand("overlap", "How much communication hides under compute");
   overlap_->add_option("--shape", overlap.shape, "layers,width,tokens,ffn; ffn 0: linear units");
@@ -33,6 +45,8 @@ void BenchCommand::add_to(CLI::App& app) {
   overlap_->add_flag("--unify", overlap.unify, "Gathers and reductions on one stream");
   overlap_->add_option("--gather-multiprocessors", overlap.gather_multiprocessors, "Held by a gather; 0: copy engine")
       ->check(CLI::Range(0, 132));
+  overlap_->add_option("--carve-out", overlap.carve_out, "Multiprocessors that matrix products leave free")
+      ->check(CLI::Range(0, 128));
   overlap_->add_option("--trace", overlap.trace, "Write the steps as a Chrome trace to this file");
 
   train_ = command_->add_subcommand("train", "A whole training step with optimizer, by hand and with the library");
@@ -46,7 +60,11 @@ void BenchCommand::add_to(CLI::App& app) {
 bool BenchCommand::parsed() const { return command_ != nullptr && command_->parsed(); }
 
 int BenchCommand::run() const {
-  return step_->parsed() ? bench_step(step) : overlap_->parsed() ? bench_overlap(overlap) : bench_train(train);
+  return step_->parsed()          ? bench_step(step)
+         : host_->parsed()        ? bench_host(host)
+         : collectives_->parsed() ? bench_collectives(collectives)
+         : overlap_->parsed()     ? bench_overlap(overlap)
+                                  : bench_train(train);
 }
 
 }  // namespace fsdp::app

@@ -1,6 +1,7 @@
 // The subcommands of `fsdp bench`.
 #pragma once
 
+#include "apps/fsdp/bench_collectives.h"
 #include "apps/fsdp/bench_overlap.h"
 #include "apps/fsdp/bench_step.h"
 #include "apps/fsdp/bench_train.h"
@@ -13,6 +14,8 @@ namespace fsdp::app {
 
 struct BenchCommand {
   BenchStepCommand step;
+  BenchStepCommand host{.shape = "32,1024,64,2752", .rounds = 30};
+  BenchCollectivesCommand collectives;
   BenchOverlapCommand overlap;
   BenchTrainCommand train;
 
@@ -22,7 +25,8 @@ struct BenchCommand {
   [[nodiscard]] int run() const;
 
  private:
-  CLI::App *command_ = nullptr, *step_ = nullptr, *overlap_ = nullptr, *train_ = nullptr;
+  CLI::App *command_ = nullptr, *step_ = nullptr, *host_ = nullptr, *collectives_ = nullptr, *overlap_ = nullptr,
+           *train_ = nullptr;
 };
 
 }  // namespace fsdp::app

@@ -1,5 +1,6 @@
 #include "apps/fsdp/bench_overlap.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/ones_like.h>
 #include <fmt/format.h>
 
@@ -64,6 +65,10 @@ Counts promised(const BenchOverlapCommand& command, int units) {
 
 int bench_overlap(const BenchOverlapCommand& command) {
   const BenchShape shape = bench_shape(command.shape);
+  if (command.carve_out > 0) {
+    at::globalContext().setBlasPreferredBackend(at::BlasBackend::Cublaslt);  // the one that heeds it
+    at::globalContext()._setSMCarveout_EXPERIMENTAL(command.carve_out);
+  }
   const World world = World::loopback({.size = command.ranks,
                                        .mode = LoopbackOptions::Mode::link,
                                        .gather_multiprocessors = command.gather_multiprocessors});
@@ -142,6 +147,7 @@ int bench_overlap(const BenchOverlapCommand& command) {
       {"keep_last", command.keep_last},
       {"unified", command.unify},
       {"gather_multiprocessors", command.gather_multiprocessors},
+      {"carve_out", command.carve_out},
       {"steps", command.steps},
       {"gathers", range(least.gathers, most.gathers)},
       {"gathers_hidden", range(least.gathers_hidden, most.gathers_hidden)},

@@ -13,6 +13,7 @@ struct BenchOverlapCommand {
   int amount = 1, delay = 0;
   bool keep_last = true, unify = false;
   int gather_multiprocessors = 0;  // held by a gather; 0: the copy engine does it
+  int carve_out = 0;               // multiprocessors that matrix products leave free
   std::string trace;               // all steps as a Chrome trace
 };
 

@@ -57,6 +57,9 @@ class TimedGroup final : public CommunicatorBackend {
     return inner_->register_symmetric(base, size);
   }
   void deregister_symmetric(void* base) override { inner_->deregister_symmetric(base); }
+  [[nodiscard]] bool reduce_by_copies(Bytes largest, Kernels& kernels) override {
+    return inner_->reduce_by_copies(largest, kernels);
+  }
 
  private:
   std::shared_ptr<CommunicatorBackend> inner_;
@@ -92,6 +95,7 @@ class StepMode final : public Mode {
       options.prefetch = command.depth == 0 ? Prefetch::none() : Prefetch::depth(command.depth);
       options.late_first_prefetch = command.late;
       options.symmetric_memory = command.symmetric;
+      if (command.copy_engine_reducer) options.reducer = Reducer::copy_engine;
       context_ = FsdpContext::create(make_mesh(), options);
       shard_bench_stack(*context_, model_, {});
     }
@@ -235,8 +239,8 @@ class StepMode final : public Mode {
   Stream gather_stream_, reduce_stream_;
 };
 
-nlohmann::json summary(const BenchShape& shape, const BenchStepCommand& command, const std::string& name,
-                       const Mode& mode, const std::vector<Times>& times) {
+StepSummary summary(const BenchShape& shape, const std::string& name, const Mode& mode,
+                    const std::vector<Times>& times) {
   std::vector<double> steps, forwards, backwards, communication;
   for (const Times& t : times) {
     communication.push_back(1000 * t.communication_host / static_cast<double>(shape.layers));
@@ -244,23 +248,26 @@ nlohmann::json summary(const BenchShape& shape, const BenchStepCommand& command,
     forwards.push_back(1000 * t.forward_host / static_cast<double>(shape.layers));
     backwards.push_back(1000 * t.backward_host / static_cast<double>(shape.layers));
   }
-  return {{"bench", "step"},
-          {"shape", shape.name},
-          {"mode", name},
+  return {.mode = name,
+          .step_ms = median(steps),
+          .least_step_ms = *std::min_element(steps.begin(), steps.end()),
+          .forward_host_us = median(forwards),
+          .backward_host_us = median(backwards),
+          .communication_host_us = median(communication),
+          .peak_gib = mode.peak_bytes / (1 << 30),
+          .rounds = static_cast<int>(times.size())};
+}
+
+nlohmann::json description(const BenchStepCommand& command) {
+  return {{"shape", bench_shape(command.shape).name},
           {"ranks", command.ranks},
           {"loopback", command.nccl   ? "none: NCCL"
                        : command.link ? "link"
                                       : "copy"},
           {"symmetric", command.symmetric},
+          {"copy_engine_reducer", command.copy_engine_reducer},
           {"late_first_prefetch", command.late},
-          {"depth", command.depth},
-          {"step_ms", median(steps)},
-          {"step_ms_least", *std::min_element(steps.begin(), steps.end())},
-          {"forward_host_us_per_unit", median(forwards)},
-          {"backward_host_us_per_unit", median(backwards)},
-          {"of_it_communication_us_per_unit", median(communication)},
-          {"peak_gib", mode.peak_bytes / (1 << 30)},
-          {"rounds", times.size()}};
+          {"depth", command.depth}};
 }
 
 // Answers "mode count" lines with the step times in ms, as a list; for a peer that takes turns with it.
@@ -282,7 +289,7 @@ void serve(const std::function<Mode&(const std::string&)>& find) {
 
 }  // namespace
 
-int bench_step(const BenchStepCommand& command) {
+StepMeasurement measure_steps(const BenchStepCommand& command) {
   const BenchShape shape = bench_shape(command.shape);
   for (const auto& name : command.modes) {
     const auto base = name.substr(0, name.find('+'));
@@ -290,7 +297,7 @@ int bench_step(const BenchStepCommand& command) {
                UsageError, "--modes: expected bare, sharded or control, each with +graph at will; got \"{}\"", name);
   }
   if (command.nccl) {
-    if (const auto code = spawn_ranks(command.ranks)) return *code;
+    if (const auto code = spawn_ranks(command.ranks)) return {code, {}};
   }
   const World world =
       command.nccl
@@ -308,15 +315,53 @@ int bench_step(const BenchStepCommand& command) {
   };
   if (command.serve) {
     serve(find);
-    return 0;
+    return {};
   }
   std::map<std::string, std::vector<Times>> times;
   for (int round = 0; round < command.rounds; ++round) {
     for (const auto& name : command.modes) times[name].push_back(find(name).run());
   }
-  if (world.rank() != Rank(0)) return 0;
-  for (const auto& name : command.modes) console::print(summary(shape, command, name, find(name), times[name]).dump());
-  return 0;
+  StepMeasurement result;
+  if (world.rank() != Rank(0)) return result;
+  for (const auto& name : command.modes) result.modes.push_back(summary(shape, name, find(name), times[name]));
+  return result;
+}
+
+int bench_step(const BenchStepCommand& command) {
+  const StepMeasurement measured = measure_steps(command);
+  for (const StepSummary& mode : measured.modes) {
+    auto line = description(command);
+    line.update({{"bench", "step"},
+                 {"mode", mode.mode},
+                 {"step_ms", mode.step_ms},
+                 {"step_ms_least", mode.least_step_ms},
+                 {"forward_host_us_per_unit", mode.forward_host_us},
+                 {"backward_host_us_per_unit", mode.backward_host_us},
+                 {"of_it_communication_us_per_unit", mode.communication_host_us},
+                 {"peak_gib", mode.peak_gib},
+                 {"rounds", mode.rounds}});
+    console::print(line.dump());
+  }
+  return measured.code.value_or(0);
+}
+
+int bench_host(const BenchStepCommand& command) {
+  BenchStepCommand both = command;
+  both.modes = {"bare", "sharded"};
+  const StepMeasurement measured = measure_steps(both);
+  if (measured.modes.size() == 2) {
+    const StepSummary &bare = measured.modes[0], &sharded = measured.modes[1];
+    auto line = description(command);
+    line.update({{"bench", "host"},
+                 {"forward_us_per_unit", sharded.forward_host_us},
+                 {"backward_us_per_unit", sharded.backward_host_us},
+                 {"bare_forward_us_per_unit", bare.forward_host_us},
+                 {"bare_backward_us_per_unit", bare.backward_host_us},
+                 {"of_it_communication_us_per_unit", sharded.communication_host_us},
+                 {"rounds", sharded.rounds}});
+    console::print(line.dump());
+  }
+  return measured.code.value_or(0);
 }
 
 }  // namespace fsdp::app

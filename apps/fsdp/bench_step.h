@@ -1,6 +1,7 @@
 // `fsdp bench step`: what sharding adds to a training step on one GPU.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,10 +17,32 @@ struct BenchStepCommand {
   bool late = false;  // ContextOptions::late_first_prefetch
   bool nccl = false;  // real ranks, one a GPU, started here; no loopback
   bool symmetric = true;
+  bool copy_engine_reducer = false;  // Reducer::copy_engine
   bool serve = false;  // runs the mode named on each line of the input, as often as the number after it says
 };
 
-// Prints one JSON object a mode; modes take turns, round by round.
+// Medians over the rounds.
+struct StepSummary {
+  std::string mode;
+  double step_ms = 0, least_step_ms = 0;
+  double forward_host_us = 0, backward_host_us = 0;  // a unit
+  double communication_host_us = 0;                  // of both: inside the communication backend
+  double peak_gib = 0;
+  int rounds = 0;
+};
+
+// Runs the modes in turns, round by round. Empty on ranks other than 0, and with `serve`; the code says how a process
+// that started ranks ended, when it did.
+struct StepMeasurement {
+  std::optional<int> code;
+  std::vector<StepSummary> modes;
+};
+[[nodiscard]] StepMeasurement measure_steps(const BenchStepCommand& command);
+
+// Prints one JSON object a mode.
 int bench_step(const BenchStepCommand& command);
+
+// Prints what sharding adds to the host time of a unit.
+int bench_host(const BenchStepCommand& command);
 
 }  // namespace fsdp::app

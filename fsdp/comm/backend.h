@@ -11,6 +11,8 @@
 
 namespace fsdp {
 
+class Kernels;
+
 // What a group is for; backends with several paths choose by it.
 enum class GroupUse : std::uint8_t { any, gather, reduce };
 
@@ -39,6 +41,10 @@ class CommunicatorBackend {
   // Collective, blocks the host. Returns whether it could be registered; the caller makes sure that all ranks agree.
   [[nodiscard]] virtual bool register_symmetric(void* /*base*/, Bytes /*size*/) { return false; }
   virtual void deregister_symmetric(void* /*base*/) {}  // before the memory goes
+  // From here on reductions of at most `largest` bytes in registered memory are made of copies between the devices, by
+  // their copy engines, and a local sum in rank order, in fp32, rounded once. Collective, blocks the host. Returns
+  // whether they can be; the caller makes sure that all ranks agree, and takes it back with Bytes(0) otherwise.
+  [[nodiscard]] virtual bool reduce_by_copies(Bytes /*largest*/, Kernels&) { return false; }
 
   // Which way operations take, for reports: "ring", "copy engine", ...; empty where there is only one.
   [[nodiscard]] virtual std::string path() const { return {}; }

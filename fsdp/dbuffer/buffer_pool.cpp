@@ -20,9 +20,9 @@ void BufferPool::adopt_from(BufferPool& other, Bytes size) {
   count_in(size);
 }
 
-c10::DataPtr BufferPool::acquire(Bytes size) {
+c10::DataPtr BufferPool::acquire(Bytes size, Source source) {
   count_in(size);
-  if (arena_ != nullptr) {
+  if (arena_ != nullptr && source == Source::arena) {
     if (void* part = arena_->acquire(size, owner_ ? owner_ : runtime_->compute_stream()))
       return {part, runtime_->device()};
     ++misses_;

@@ -7,6 +7,7 @@
 
 #include <c10/core/Allocator.h>
 
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <utility>
@@ -24,9 +25,10 @@ class BufferPool {
   explicit BufferPool(std::shared_ptr<Runtime> runtime, Stream owner = {})
       : runtime_(std::move(runtime)), owner_(std::move(owner)) {}
 
-  [[nodiscard]] c10::DataPtr acquire(Bytes size);
+  enum class Source : std::uint8_t { arena, allocator };  // arena: if there is one and it has room
+  [[nodiscard]] c10::DataPtr acquire(Bytes size, Source source = Source::arena);
   void release(c10::DataPtr buffer, Bytes size);
-  // Buffers come from `arena` while it has room, else as usual; `misses` counts those. Null: no longer.
+  // Buffers come from `arena` while it has room, else as usual; `misses` counts those.
   void use_arena(Arena* arena) { arena_ = arena; }
   [[nodiscard]] std::int64_t misses() const { return misses_; }
   // The buffer's last user ended with this event, and not with what the owner does now.

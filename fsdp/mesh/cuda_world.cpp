@@ -15,6 +15,10 @@ namespace {
 // Blocks of a reduction: NCCL's own choice of 9 on an H200 leaves bandwidth of its links unused.
 constexpr int kReduceCtas = 16;
 
+// A gather by copy engine leaves the multiprocessors to the products; below this size the symmetric kernel has less to
+// set up.
+Bytes copy_engine_from() { return Bytes(env::integer("FSDP_COPY_ENGINE_FROM_MIB").value_or(16) << 20); }
+
 // The communicators of one world; parents are shared by the groups of the same ranks.
 class NcclGroups {
  public:
@@ -41,6 +45,7 @@ class NcclGroups {
                           .members = members,
                           .use = use,
                           .ctas = use == GroupUse::reduce ? kReduceCtas : 0,
+                          .copy_engine_from = copy_engine_from(),
                           .why_no_symmetric_memory = no_symmetric_memory_,
                           .deadline = deadline_,
                           .report = [host = host_](const std::string& what) { report(World(host), what); },

@@ -197,7 +197,7 @@ void Scheduler::end_of_backward() {
   recomputed_.clear();
   began_nested_.clear();
   recorded_.end();
-  join();
+  join_after_step();
   backward_active_ = false;
   if (at::GradMode::is_enabled())
     backward_watch::enter(watched_before_backward_,
@@ -215,19 +215,49 @@ void Scheduler::end_of_microbatch() {
   if (microbatch_.is_last) end_of_step();
 }
 
-void Scheduler::join() {
-  Event reduced, gathered;
-  reduce_stream_.record(reduced);
+void Scheduler::join_gathers() {
+  Event gathered;
   gather_stream_.record(gathered);  // a gather nobody read must not meet the optimizer's writes
-  compute_stream().wait(reduced);
   compute_stream().wait(gathered);
+}
+
+void Scheduler::join_reductions() {
+  Event reduced;
+  reduce_stream_.record(reduced);
+  compute_stream().wait(reduced);
+  unjoined_.clear();
   accumulation_pool_.collect();
   for (auto& slot : slots_) recycle(slot);
 }
 
+void Scheduler::join_after_step() {
+  join_gathers();
+  if (!options_.overlap_optimizer || !microbatch_.is_last || selective_backward_) return join_reductions();
+  if (!unjoined_.empty()) unjoined_versions_ = note_weight_versions();
+}
+
+void Scheduler::wait_for_gradients(FsdpModule& unit) {
+  if (std::erase(unjoined_, &unit) == 0) return;
+  compute_stream().wait(unit.reduced_event_);
+  if (unjoined_.empty()) join_reductions();
+}
+
+// Before weights are read again. Whoever wrote them, or dropped gradients, looked at what nobody had waited for.
+void Scheduler::join_left_over() {
+  if (unjoined_.empty()) return;
+  FSDP_CHECK(
+      note_weight_versions() == unjoined_versions_ && any_gradient_defined(), UsageError,
+      "ContextOptions::overlap_optimizer: weights or gradients were written after a backward whose reductions "
+      "nobody waited for. Update them with fsdp::AdamW or fsdp::Sgd, or call context->wait_for_gradients() first");
+  join_reductions();
+}
+
 void Scheduler::end_of_step() {
   for (auto& unit : units_) {
-    for (auto& group : unit->groups()) counters_.waits_for_device += group->drop_unused_gradients() ? 1 : 0;
+    for (auto& group : unit->groups()) {
+      if (!group->used_all()) wait_for_gradients(*unit);  // its gradients are looked at now
+      counters_.waits_for_device += group->drop_unused_gradients() ? 1 : 0;
+    }
     if (unit->options().register_hooks) rest(*unit);
   }
   ++step_;
@@ -288,7 +318,7 @@ void Scheduler::finish_grad_sync() {
                "use, or set its reshard policy to never",
                unit->name());
   }
-  join();
+  join_after_step();
   end_of_microbatch();
 }
 
@@ -312,7 +342,7 @@ void Scheduler::drop_accumulated() {
 
 // --- Reduction ---
 
-void Scheduler::take_slot(FsdpModule& unit) {
+BufferPool::Source Scheduler::take_slot(FsdpModule& unit) {
   // Two slots take turns. A unit with nested units collects gradients while those reduce, so it gets one of its own.
   const auto usable = [&](std::size_t i) { return !slots_[i].in_use; };
   std::size_t chosen = slots_.size();
@@ -331,19 +361,18 @@ void Scheduler::take_slot(FsdpModule& unit) {
   ReduceSlot& slot = slots_[chosen];
   compute_stream().wait(slot.done);
   recycle(slot);
-  // When a unit with nested units, or a lender, takes its slot depends on which parameters this rank used: then it must
-  // not shift what lies where in the arena.
-  slot_pool_.use_arena(chosen < 2 ? arena_.get() : nullptr);
   slot.in_use = true;
   unit.slot_ = static_cast<int>(chosen);
   const auto live = [](const ReduceSlot& s) { return s.in_use || !s.memory.empty(); };
   const int leaf_slots = live(slots_[0]) + live(slots_[1]);
   counters_.peak_reduce_slots = std::max(counters_.peak_reduce_slots, leaf_slots);
+  // When a unit with nested units, or a lender, takes its slot depends on which parameters this rank used: then it must
+  // not shift what lies where in the arena.
+  return chosen < 2 ? BufferPool::Source::arena : BufferPool::Source::allocator;
 }
 
 void Scheduler::recycle(ReduceSlot& slot) {
   if (slot.in_use) return;
-  slot_pool_.use_arena(arena_.get());  // take_slot may have kept the pool off it; what came from it goes back to it
   for (auto& [memory, size] : slot.memory) slot_pool_.release(std::move(memory), size);
   slot.memory.clear();
 }
@@ -434,7 +463,6 @@ void Scheduler::launch_queued(FsdpModule& unit) {
 void Scheduler::launch_reduction(FsdpModule& unit) {
   trace::Span* span = issue_span(unit.names_.reduce_gradients, trace::Kind::unit, reduce_stream_);
   reduce_stream_.wait(unit.packed_event_);
-  slot_pool_.use_arena(arena_.get());  // reductions are in one order on all ranks
   for (auto& group : unit.groups_) {
     if (!group->trainable()) continue;
     group->reduce(reduce_stream_, slot_pool_, accumulation_pool_, unit.names_.reduce_gradients);
@@ -448,6 +476,11 @@ void Scheduler::launch_reduction(FsdpModule& unit) {
     unit.slot_ = -1;
   }
   if (span != nullptr) span->end = reduce_stream_.now();
+  if (options_.overlap_optimizer) {
+    reduce_stream_.record(unit.reduced_event_);
+    std::erase(unjoined_, &unit);
+    unjoined_.push_back(&unit);
+  }
   unit.window_ = FsdpModule::Window::closed;
   ++counters_.reductions;
 }

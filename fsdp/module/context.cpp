@@ -71,6 +71,7 @@ at::Tensor FsdpContext::full_parameter(const std::string& name) {
 
 at::Tensor FsdpContext::full_gradient(const std::string& name) {
   scheduler_->finalize();
+  wait_for_gradients();
   const auto [group, index] = scheduler_->find_parameter(name);
   return group->full_tensor(index, /*gradient=*/true, scheduler_->gather_stream());
 }
@@ -110,6 +111,11 @@ at::Tensor FsdpContext::CapturedStep::replay() {
 void FsdpContext::finish_grad_sync() { scheduler_->finish_grad_sync(); }
 void FsdpContext::weights_changed() { scheduler_->weights_changed(); }
 void FsdpContext::optimizer_stepped() { scheduler_->optimizer_stepped(); }
+void FsdpContext::wait_for_gradients() {
+  if (!scheduler_->unjoined().empty()) scheduler_->join_reductions();
+}
+void FsdpContext::wait_for_gradients(FsdpModule& unit) { scheduler_->wait_for_gradients(unit); }
+std::vector<FsdpModule*> FsdpContext::units_being_reduced() const { return scheduler_->unjoined(); }
 void FsdpContext::check_gradients_reduced(const char* action) const { scheduler_->check_gradients_reduced(action); }
 void FsdpContext::drop_accumulated_gradients() { scheduler_->drop_accumulated(); }
 void FsdpContext::reset() { scheduler_->reset(); }

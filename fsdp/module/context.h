@@ -150,6 +150,13 @@ class FsdpContext : public std::enable_shared_from_this<FsdpContext> {
   [[nodiscard]] ContextCounters counters() const;
   void reset_peaks();
 
+  // With ContextOptions::overlap_optimizer: orders the current stream after the reductions of the last backward; those
+  // of all units, or of one. Units still reduced are listed in the order in which they will be done. (The library's
+  // optimizers, clip_grad_norm_ and full_gradient do this themselves.)
+  void wait_for_gradients();
+  void wait_for_gradients(FsdpModule& unit);
+  [[nodiscard]] std::vector<FsdpModule*> units_being_reduced() const;
+
   // For optimizers and clipping: throws UsageError when microbatches were accumulated and never reduced.
   void check_gradients_reduced(const char* action) const;
   void drop_accumulated_gradients();

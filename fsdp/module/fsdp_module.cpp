@@ -75,9 +75,9 @@ void FsdpModule::open_window() {
       needs_slot |= group->open_window(last_microbatch_, scheduler_.reduce_policy(), scheduler_.accumulation_pool());
   }
   if (!needs_slot) return;
-  scheduler_.take_slot(*this);
+  const BufferPool::Source source = scheduler_.take_slot(*this);
   for (auto& group : groups_) {
-    if (group->trainable()) group->attach_slot(scheduler_.slot_pool());
+    if (group->trainable()) group->attach_slot(scheduler_.slot_pool(), source);
   }
 }
 

@@ -135,6 +135,7 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
   bool last_microbatch_ = true;
   int slot_ = -1;
   Event packed_event_;            // where packing of the gradients ends on the compute stream
+  Event reduced_event_;           // and their reduction on its own, with ContextOptions::overlap_optimizer
   bool in_backward_ = false;      // its backward began
   bool finished_ = false;         // and ended, in this graph: nothing of it is still to run
   bool reduced_ = false;          // and its reduction was issued

@@ -34,9 +34,9 @@ bool FsdpParameterGroup::open_window(bool is_last, ReducePolicy policy, BufferPo
   return is_last || !direct_;
 }
 
-void FsdpParameterGroup::attach_slot(BufferPool& slots) {
+void FsdpParameterGroup::attach_slot(BufferPool& slots, BufferPool::Source source) {
   if (direct_) return;  // its memory comes when the accumulated gradients are reduced
-  slot_.storage().attach(slots.acquire(slot_.size()));
+  slot_.storage().attach(slots.acquire(slot_.size(), source));
   clear_padding(slot_);
 }
 
@@ -308,6 +308,10 @@ bool FsdpParameterGroup::prepare_main_gradient(const Stream& stream) {
   }
   if (computes) order_after_compute(stream);
   return !accumulate;
+}
+
+bool FsdpParameterGroup::used_all() const {
+  return std::all_of(used_.begin(), used_.end(), [](auto used) { return used != 0; });
 }
 
 bool FsdpParameterGroup::drop_unused_gradients() {

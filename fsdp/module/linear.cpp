@@ -9,8 +9,12 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <utility>
 #include <vector>
 
+#include "fsdp/base/check.h"
+#include "fsdp/module/delayed_weight_gradients.h"
+#include "fsdp/module/fsdp_module.h"
 #include "fsdp/module/grad_accumulator.h"
 #include "fsdp/module/weight_gradient.h"
 
@@ -19,12 +23,19 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// Edges: 0 input, 1 weight, 2 bias. The weight's edge always leads to its GradAccumulator, which counts the gradient as
-// arrived even when the value was written in place and nothing travels along the edge.
+// Edges: 0 input, 1 weight, 2 bias. The weight's edge leads to its GradAccumulator, which counts the gradient as
+// arrived even when the value was written in place and nothing travels along the edge. A delayed weight has no edge:
+// its gradient must not count before it exists.
 class LinearBackward final : public torch::autograd::Node {
  public:
-  LinearBackward(const at::Tensor& x, const at::Tensor& weight)
-      : x_(x, false), weight_(weight, false), columns_(weight.size(1)), rows_(weight.size(0)) {}
+  LinearBackward(const at::Tensor& x, const at::Tensor& weight, std::shared_ptr<DelayedWeightGradients::Queue> later)
+      : x_(x, false),
+        weight_(weight, false),
+        later_(std::move(later)),
+        columns_(weight.size(1)),
+        rows_(weight.size(0)) {
+    if (later_) accumulator_ = torch::autograd::impl::grad_accumulator(weight);
+  }
 
   [[nodiscard]] std::string name() const override { return "fsdp::LinearBackward"; }
 
@@ -43,6 +54,12 @@ class LinearBackward final : public torch::autograd::Node {
       gradient.add(dy2, x2);
       result[1] = gradient.take();
     }
+    if (later_) {
+      FSDP_CHECK(!at::GradMode::is_enabled(), UsageError,
+                 "a backward with create_graph reached a linear map whose weight gradient is delayed: run its forward "
+                 "outside of the scope of DelayedWeightGradients");
+      later_->push_back({accumulator_, weight, dy2, x2});
+    }
     if (num_outputs() > 2 && task_should_compute_output(2)) result[2] = dy2.sum(0);
     return result;
   }
@@ -54,6 +71,8 @@ class LinearBackward final : public torch::autograd::Node {
 
  private:
   torch::autograd::SavedVariable x_, weight_;
+  const std::shared_ptr<DelayedWeightGradients::Queue> later_;  // null: the weight gradient is computed here
+  std::shared_ptr<torch::autograd::Node> accumulator_;
   std::int64_t columns_, rows_;
 };
 
@@ -67,10 +86,20 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     y = at::linear(x, weight, bias);
   }
-  auto node = std::make_shared<LinearBackward>(x, weight);
+  auto later = DelayedWeightGradients::current();
+  if (later) {
+    const FsdpModule& unit = GradAccumulator::find(weight)->group()->unit();
+    FSDP_CHECK(
+        !unit.options().register_hooks, UsageError,
+        "DelayedWeightGradients: unit \"{}\" is not caller-driven, so the end of a backward would reduce it without "
+        "the delayed gradients: set UnitOptions::register_hooks to false",
+        unit.name());
+  }
+  const bool delayed = later != nullptr;
+  auto node = std::make_shared<LinearBackward>(x, weight, std::move(later));
   torch::autograd::edge_list edges;
   edges.push_back(x.requires_grad() ? torch::autograd::impl::gradient_edge(x) : torch::autograd::Edge());
-  edges.push_back(torch::autograd::impl::gradient_edge(weight));
+  edges.push_back(delayed ? torch::autograd::Edge() : torch::autograd::impl::gradient_edge(weight));
   if (bias.defined())
     edges.push_back(bias.requires_grad() ? torch::autograd::impl::gradient_edge(bias) : torch::autograd::Edge());
   node->set_next_edges(std::move(edges));

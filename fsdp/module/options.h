@@ -85,6 +85,13 @@ enum class ReducePolicy : std::uint8_t {
   last_microbatch,   // accumulate whole gradients, reduce once; what a DDP user expects of no_sync
 };
 
+// How gradients in registered memory are reduced.
+enum class Reducer : std::uint8_t {
+  kernel,       // NCCL's symmetric kernel, in place
+  copy_engine,  // an all-to-all by the copy engines, then a local sum in rank order, in fp32, rounded once. No
+                // multiprocessor is held while a peer is late; takes one more slot of memory
+};
+
 enum class SkippedUnits : std::uint8_t { error, participate };
 
 struct ContextOptions {
@@ -99,11 +106,16 @@ struct ContextOptions {
   // gathers run on copy engines and reductions as symmetric kernels. Off: NCCL's rings, and memory from the caching
   // allocator.
   bool symmetric_memory = true;
+  Reducer reducer = Reducer::kernel;          // over registered memory
   std::optional<Bytes> symmetric_bytes = {};  // of the arena beyond the resting shards; default: what the policies need
   bool keep_first = false;                    // the first unit of forward stays gathered between microbatches of a step
   bool unify_communication_stream = false;    // gathers and reductions share one stream
-  std::optional<Bytes> keep_budget = {};      // for Reshard::by_budget
-  bool sync_module_states = true;             // weights and buffers built with values take rank 0's
+  // The last backward of a step ends without a wait for its reductions. The library's optimizers and clip_grad_norm_
+  // wait unit by unit, so early units are updated while others are still reduced. Whoever else reads gradients calls
+  // FsdpContext::wait_for_gradients before.
+  bool overlap_optimizer = false;
+  std::optional<Bytes> keep_budget = {};  // for Reshard::by_budget
+  bool sync_module_states = true;         // weights and buffers built with values take rank 0's
   // What happens to units that this rank does not run while others may (one expert a unit, say). `error`: ranks that
   // run different units fail with both names. `participate`: gathers and reductions follow the static orders whatever
   // this rank runs, so skipped units take part with zeros, at the price of their gathers.

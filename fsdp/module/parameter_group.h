@@ -89,7 +89,7 @@ class FsdpParameterGroup {
   // Gradients. A window collects the local gradients of one backward and is closed before it is reduced. Returns
   // whether the window needs slot memory (attach_slot) to write to.
   bool open_window(bool is_last, ReducePolicy policy, BufferPool& accumulations);
-  void attach_slot(BufferPool& slots);
+  void attach_slot(BufferPool& slots, BufferPool::Source source);
   // Stores one gradient, adding to what came before; an undefined one only arrives. Returns whether it was expected:
   // a parameter used in several graphs of one backward delivers more often.
   bool receive(int index, const at::Tensor& gradient);
@@ -115,6 +115,8 @@ class FsdpParameterGroup {
   [[nodiscard]] bool has_accumulated() const { return has_accumulated_; }
   void drop_accumulated(BufferPool& accumulations);
   [[nodiscard]] bool any_gradient_defined() const;  // of the leaves
+  // Whether this rank used every parameter in the windows of this step.
+  [[nodiscard]] bool used_all() const;
   // Leaves whose parameter no rank used lose their `.grad`. The current stream has waited for the reductions. On a
   // device it reads something only where this rank did not use a parameter, and then waits; while a step is captured it
   // does nothing. Returns whether it waited.

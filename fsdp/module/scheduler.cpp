@@ -81,6 +81,7 @@ bool Scheduler::any_gradient_defined() const {
 
 // Gathers from here on read what the optimizer, or whoever else, has written so far.
 void Scheduler::begin_epoch_if_needed() {
+  join_left_over();
   Event written;
   compute_stream().record(written);
   gather_stream_.wait(written);
@@ -156,7 +157,8 @@ void Scheduler::check_idle(const char* action) const {
 }
 
 void Scheduler::before_replay() {
-  join();  // a gather that nobody waited for must not meet the graph
+  join_gathers();  // one that nobody waited for must not meet the graph
+  join_reductions();
   weights_changed();
   ++updates_;
   ++step_;
@@ -478,9 +480,9 @@ void Scheduler::reset() {
   for (int axis = 0; axis < mesh_.axis_count(); ++axis) {
     for (Use use : {Use::gather, Use::reduce}) mesh_.communicator(axis, use).reset();
   }
-  slot_pool_.use_arena(arena_.get());
   releases_.clear();
   reductions_.clear();
+  unjoined_.clear();
   line_.clear();
   in_backward_.clear();
   recomputed_.clear();

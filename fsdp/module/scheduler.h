@@ -54,15 +54,19 @@ class Scheduler {
   // Primitives.
   void unshard(FsdpModule& unit, std::optional<Phase> prefetch);
   void reshard(FsdpModule& unit);
-  void end_scope(FsdpModule& unit);                         // its weights were gathered for reading
-  [[nodiscard]] bool in_use(const FsdpModule& unit) const;  // by a forward, or kept for a backward to come
-  void take_slot(FsdpModule& unit);
-  void line_up(FsdpModule& unit);           // in the order in which units' reductions are issued
-  void gradient_arrived(FsdpModule& unit);  // one of an open window
+  void end_scope(FsdpModule& unit);                              // its weights were gathered for reading
+  [[nodiscard]] bool in_use(const FsdpModule& unit) const;       // by a forward, or kept for a backward to come
+  [[nodiscard]] BufferPool::Source take_slot(FsdpModule& unit);  // where its memory is to come from
+  void line_up(FsdpModule& unit);                                // in the order in which units' reductions are issued
+  void gradient_arrived(FsdpModule& unit);                       // one of an open window
   void window_completed(FsdpModule& unit);
   void reduce(FsdpModule& unit);
   void launch_queued(FsdpModule& unit);  // a delayed reduction whose unit needs its window again
   void finish_grad_sync();
+  // ContextOptions::overlap_optimizer: units whose reduction the current stream has not waited for, in its order.
+  [[nodiscard]] const std::vector<FsdpModule*>& unjoined() const { return unjoined_; }
+  void wait_for_gradients(FsdpModule& unit);
+  void join_reductions();
   void weights_changed();
   void optimizer_stepped() { ++updates_; }
   void check_idle(const char* action) const;  // throws UsageError inside a forward, backward or accumulation
@@ -157,7 +161,9 @@ class Scheduler {
   void begin_pass(Phase phase);
   void catch_up(Phase phase, int next);
   void end_backward_span(FsdpModule& unit) const;
-  void join();  // the current stream waits for all communication
+  void join_gathers();     // the current stream waits for all of them
+  void join_after_step();  // for all communication, or all but the reductions that an optimizer will wait for
+  void join_left_over();
   void end_of_step();
 
   void make_arena();     // collective
@@ -234,6 +240,8 @@ class Scheduler {
   std::size_t next_slot_ = 0;
   std::deque<FsdpModule*> releases_;    // delayed release
   std::deque<FsdpModule*> reductions_;  // delayed reduction
+  std::vector<FsdpModule*> unjoined_;
+  std::int64_t unjoined_versions_ = 0;  // of the leaves, when their backward ended
   Bytes gathered_bytes_, kept_bytes_;
   int gathered_units_ = 0;
   ContextCounters counters_;

@@ -10,6 +10,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/module/scheduler.h"
+#include "fsdp/runtime/kernels.h"
 
 namespace fsdp {
 namespace {
@@ -61,7 +62,7 @@ void Scheduler::make_arena() {
     return;
   }
 
-  Bytes shards, largest, largest_slot, kept;
+  Bytes shards, largest, largest_slot, kept, kept_slot;
   for (const FsdpParameterGroup* group : groups) shards += Arena::rounded(group->resting_bytes());
   for (const auto& unit : units_) {
     Bytes whole, slot;
@@ -72,6 +73,7 @@ void Scheduler::make_arena() {
     const bool root = std::find(tree_.roots.begin(), tree_.roots.end(), unit->index()) != tree_.roots.end();
     if (unit->options().reshard == Reshard::never || (root && unit->options().reshard == Reshard::automatic)) {
       kept += whole;  // beside the others
+      kept_slot = std::max(kept_slot, slot);
     } else {
       largest = std::max(largest, whole);
       largest_slot = std::max(largest_slot, slot);
@@ -94,6 +96,11 @@ void Scheduler::make_arena() {
     return;
   }
   arena_groups_ = {gather, reduce};
+  if (options_.reducer == Reducer::copy_engine) {
+    const Bytes parts = Arena::rounded(std::max(largest_slot, kept_slot));
+    if (!all_agree(mesh_, axis, reduce->reduce_by_copies(parts, *runtime().kernels())))
+      static_cast<void>(reduce->reduce_by_copies(Bytes(0), *runtime().kernels()));
+  }
   arena_resting_ = shards;
   arena_ = std::make_unique<Arena>(std::move(memory), size);
   const Stream compute = compute_stream();
@@ -113,7 +120,6 @@ void Scheduler::make_arena() {
 // Slots whose reduction is under way: their memory may be taken by whoever waits for it. What does not lie in the arena
 // stays until compute has waited.
 void Scheduler::reclaim_slots() {
-  slot_pool_.use_arena(arena_.get());
   for (auto& slot : slots_) {
     if (slot.in_use) continue;
     std::erase_if(slot.memory, [&](auto& part) {

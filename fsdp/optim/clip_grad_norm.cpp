@@ -4,7 +4,6 @@
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/clamp.h>
-#include <ATen/ops/dot.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/stack.h>
@@ -12,6 +11,7 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <map>
 #include <utility>
 #include <vector>
@@ -32,6 +32,41 @@ std::vector<int> split_axes(const FsdpParameterGroup& group, const DeviceMesh& m
   return axes;
 }
 
+// Norms of a group's gradients on this rank, one a piece. Units that are still being reduced come last, in their order,
+// so that those before them are read meanwhile; the values do not depend on it.
+std::map<const FsdpParameterGroup*, std::vector<at::Tensor>> norms_of_pieces(FsdpContext& context,
+                                                                             c10::ScalarType dtype) {
+  const auto waiting = context.units_being_reduced();
+  std::map<const FsdpParameterGroup*, std::vector<at::Tensor>> norms;
+  std::vector<at::Tensor> pieces;
+  std::vector<const FsdpParameterGroup*> owners;  // [piece]
+  const auto flush = [&] {
+    if (pieces.empty()) return;
+    const auto some = at::_foreach_norm(pieces, 2, dtype);
+    for (std::size_t i = 0; i < some.size(); ++i) norms[owners[i]].push_back(some[i]);
+    pieces.clear();
+    owners.clear();
+  };
+  const auto add = [&](FsdpParameterGroup& group) {
+    norms.try_emplace(&group);
+    if (!group.trainable()) return;
+    for (at::Tensor& gradient : group.defined_gradients()) {
+      pieces.push_back(std::move(gradient));
+      owners.push_back(&group);
+    }
+  };
+  for (FsdpParameterGroup* group : context.groups()) {
+    if (std::find(waiting.begin(), waiting.end(), &group->unit()) == waiting.end()) add(*group);
+  }
+  flush();
+  for (FsdpModule* unit : waiting) {
+    context.wait_for_gradients(*unit);
+    for (const auto& group : unit->groups()) add(*group);
+    flush();
+  }
+  return norms;
+}
+
 }  // namespace
 
 at::Tensor grad_norm(FsdpContext& context) {
@@ -40,24 +75,20 @@ at::Tensor grad_norm(FsdpContext& context) {
   const DeviceMesh& mesh = context.mesh();
   const auto device = mesh.runtime()->device();
   const auto wide = at::TensorOptions().device(device).dtype(device.is_cuda() ? at::kFloat : at::kDouble);
-  std::map<std::vector<int>, at::Tensor> sums;                 // axes of the sum -> squares of this rank's elements
-  std::map<std::vector<int>, std::vector<at::Tensor>> pieces;  // on a GPU: gradients, summed by few kernels
-  for (FsdpParameterGroup* group : context.groups()) {
+  const auto local_norms = norms_of_pieces(context, wide.dtype().toScalarType());
+  std::map<std::vector<int>, at::Tensor> sums;                // axes of the sum -> squares of this rank's elements
+  std::map<std::vector<int>, std::vector<at::Tensor>> norms;  // of the pieces, in the order of the groups
+  for (const FsdpParameterGroup* group : context.groups()) {
     if (!group->trainable()) continue;
     // Every rank makes an entry for the same axes, whether or not it holds gradients: the collectives must agree.
     const auto axes = split_axes(*group, mesh);
-    at::Tensor& sum = sums.try_emplace(axes, at::zeros({}, wide)).first->second;
-    for (const at::Tensor& gradient : group->defined_gradients()) {
-      if (device.is_cuda()) {
-        pieces[axes].push_back(gradient);
-        continue;
-      }
-      const at::Tensor wide_gradient = gradient.to(sum.scalar_type());
-      sum.add_(at::dot(wide_gradient, wide_gradient));
-    }
+    sums.try_emplace(axes, at::zeros({}, wide));
+    const auto& some = local_norms.at(group);
+    norms[axes].insert(norms[axes].end(), some.begin(), some.end());
   }
-  for (const auto& [axes, gradients] : pieces)
-    sums[axes].add_(at::stack(at::_foreach_norm(gradients, 2, at::kFloat)).square().sum());
+  for (const auto& [axes, some] : norms) {
+    if (!some.empty()) sums[axes].add_(at::stack(some).square().sum());
+  }
   const Stream stream = mesh.runtime()->compute_stream();
   at::Tensor total = at::zeros({}, wide);
   for (auto& [axes, sum] : sums) {

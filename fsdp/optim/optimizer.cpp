@@ -99,24 +99,60 @@ void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
     skip = at::isfinite(*gradient_norm).logical_not().to(at::kFloat);
     skipped_.add_(*skip);
   }
-  if (kernels_ != nullptr) return step_on_device(skip);
-  FSDP_CHECK(!alive->mesh().runtime()->capturing(), UsageError,
+  FSDP_CHECK(kernels_ != nullptr || !alive->mesh().runtime()->capturing(), UsageError,
              "this optimizer's step would keep the learning rate of now in a captured step; on a GPU fsdp::AdamW over "
              "gradients of at most fp32 can be captured");
-  for (std::size_t i = 0; i < runs_.size(); ++i) {
+  for (std::size_t i = 0; i < runs_.size() && kernels_ == nullptr; ++i) {
     const auto& parameters = runs_[i].parameters;
     const auto defined = std::count_if(parameters.begin(), parameters.end(),
                                        [&](int p) { return runs_[i].group->parameters()[p].leaf.grad().defined(); });
     if (defined != 0 && defined != static_cast<std::ptrdiff_t>(parameters.size())) split(i);
   }
-  std::vector<bool> done(runs_.size());
-  for (std::size_t i = 0; i < runs_.size(); ++i) {
+  const auto step_some = [&](std::span<ShardRun> runs) {
+    if (runs.empty()) return;
+    if (kernels_ != nullptr)
+      step_on_device(runs, skip);
+    else
+      step_by_operators(runs, skip);
+  };
+  // Units whose gradients are there first, then the others as they come. Each run belongs to one unit, and the runs of
+  // a unit lie together, but for those that were unfrozen later.
+  const auto waiting = alive->units_being_reduced();
+  const auto stretch = [&](std::size_t begin, const auto& belongs) {
+    std::size_t end = begin;
+    while (end < runs_.size() && belongs(&runs_[end].group->unit())) ++end;
+    return std::span(runs_).subspan(begin, end - begin);
+  };
+  const auto step_those = [&](const auto& belongs) {
+    for (std::size_t i = 0; i < runs_.size();) {
+      const auto runs = stretch(i, belongs);
+      step_some(runs);
+      i += std::max<std::size_t>(1, runs.size());
+    }
+  };
+  step_those([&](FsdpModule* unit) { return std::find(waiting.begin(), waiting.end(), unit) == waiting.end(); });
+  for (FsdpModule* unit : waiting) {
+    alive->wait_for_gradients(*unit);
+    step_those([&](FsdpModule* of) { return of == unit; });
+  }
+  if (kernels_ == nullptr) return;
+  for (FsdpParameterGroup* updated : groups_) {
+    const auto& parameters = updated->parameters();
+    // A skipped update leaves weights and copies as they are; a parameter without gradient was not copied.
+    if (std::all_of(parameters.begin(), parameters.end(), [](const auto& p) { return p.leaf.grad().defined(); }))
+      updated->note_low_precision_copy();
+  }
+}
+
+void ShardedOptimizer::step_by_operators(std::span<ShardRun> some, const std::optional<at::Tensor>& skip) {
+  std::vector<bool> done(some.size());
+  for (std::size_t i = 0; i < some.size(); ++i) {
     if (done[i]) continue;
     std::vector<ShardRun*> runs;
     std::vector<at::Tensor> gradients;
-    for (std::size_t k = i; k < runs_.size(); ++k) {
-      ShardRun& run = runs_[k];
-      if (done[k] || run.options != runs_[i].options || run.weight.scalar_type() != runs_[i].weight.scalar_type())
+    for (std::size_t k = i; k < some.size(); ++k) {
+      ShardRun& run = some[k];
+      if (done[k] || run.options != some[i].options || run.weight.scalar_type() != some[i].weight.scalar_type())
         continue;
       done[k] = true;
       const at::Tensor gradient = run.group->gradient_slice(run.range);
@@ -124,15 +160,15 @@ void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
       runs.push_back(&run);
       gradients.push_back(gradient.to(run.weight.scalar_type()));
     }
-    if (!runs.empty()) update(runs, gradients, runs_[i].options, skip);
+    if (!runs.empty()) update(runs, gradients, some[i].options, skip);
   }
 }
 
-void ShardedOptimizer::step_on_device(const std::optional<at::Tensor>& skip) {
+void ShardedOptimizer::step_on_device(std::span<ShardRun> some, const std::optional<at::Tensor>& skip) {
   std::vector<DeviceRun> runs;
   FsdpParameterGroup* group = nullptr;
   std::byte* gradients = nullptr;  // of the group's whole shard
-  for (ShardRun& run : runs_) {
+  for (ShardRun& run : some) {
     const ElementRange shard = run.group->main_weight().range();
     if (run.group != group) {
       group = run.group;
@@ -144,17 +180,12 @@ void ShardedOptimizer::step_on_device(const std::optional<at::Tensor>& skip) {
     runs.push_back({&run, gradients + (run.range.begin - shard.begin) * width, group->low_precision_copy(run.range)});
   }
   if (!runs.empty()) update_on_device(runs, device_rate_, skip);
-  for (FsdpParameterGroup* updated : groups_) {
-    const auto& parameters = updated->parameters();
-    // A skipped update leaves weights and copies as they are; a parameter without gradient was not copied.
-    if (std::all_of(parameters.begin(), parameters.end(), [](const auto& p) { return p.leaf.grad().defined(); }))
-      updated->note_low_precision_copy();
-  }
 }
 
 void ShardedOptimizer::zero_grad(bool set_to_none) {
   at::NoGradGuard no_grad;
   const auto alive = context();
+  alive->wait_for_gradients();
   alive->drop_accumulated_gradients();
   for (FsdpParameterGroup* group : alive->groups()) {
     if (group->trainable()) group->zero_gradients(set_to_none);

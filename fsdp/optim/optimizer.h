@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -84,7 +85,8 @@ class ShardedOptimizer {
   [[nodiscard]] Kernels* kernels() const { return kernels_; }
 
  private:
-  void step_on_device(const std::optional<at::Tensor>& skip);
+  void step_by_operators(std::span<ShardRun> runs, const std::optional<at::Tensor>& skip);
+  void step_on_device(std::span<ShardRun> runs, const std::optional<at::Tensor>& skip);
   void add_trainable_groups(FsdpContext& context);
   void split(std::size_t run);  // into one run per parameter, when their gradients stop coming together
 

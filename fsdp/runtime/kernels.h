@@ -23,6 +23,16 @@ struct ScaledSum {
   bool overwrite = false;
 };
 
+// destination[i] = source[i] + source[count + i] + ... over all parts, from the first on, in fp32, rounded once. What
+// is -0 in all parts stays so; no other sum becomes -0. Not of Double.
+struct SumOfParts {
+  void* destination = nullptr;  // may be one of the parts
+  const void* source = nullptr;
+  c10::ScalarType dtype = c10::kFloat;
+  std::int64_t count = 0;  // elements a part
+  int parts = 1;
+};
+
 // One piece of work on a buffer of gradients that is being packed.
 struct PackEntry {
   enum class Action : std::int32_t {
@@ -77,6 +87,7 @@ class Kernels {
  public:
   virtual ~Kernels() = default;
   virtual void scaled_sum(const ScaledSum& arguments) = 0;
+  virtual void sum_of_parts(const SumOfParts& arguments) = 0;
   // All entries write to memory of `dtype`; they do not overlap.
   virtual void pack(std::span<const PackEntry> entries, c10::ScalarType dtype) = 0;
   virtual void adamw(std::span<const AdamWPiece> pieces, const AdamWStep& step) = 0;

@@ -1,11 +1,13 @@
 // The library's own kernels against the same arithmetic on the CPU.
 #include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
 #include <limits>
 
+#include "fsdp/comm/reduce_kernels.h"
 #include "fsdp/dbuffer/accumulate.h"
 #include "tests/gpu/gpu.h"
 
@@ -50,6 +52,30 @@ TEST(GpuKernels, ScaledSumEqualsTheHostBitForBit) {
                 << divisor << (overwrite ? ", overwriting" : "");
           }
         }
+      }
+    }
+  }
+}
+
+TEST(GpuKernels, SumOfPartsEqualsTheHostsReduction) {
+  for (const auto dtype : {c10::kFloat, c10::kBFloat16, c10::kHalf}) {
+    for (const std::int64_t count : {1, 7, 8, 4096, 100003, 1 << 20}) {
+      for (const int parts : {1, 2, 3, 8}) {
+        std::vector<at::Tensor> inputs;
+        std::vector<const void*> pointers;
+        for (int p = 0; p < parts; ++p) {
+          inputs.push_back(with_edges(count, dtype, static_cast<std::uint64_t>(p) + 1));
+          if (count > 5) inputs.back()[5] = 1.0f;  // the host's sums may become -0 where they are tiny
+        }
+        for (const auto& input : inputs) pointers.push_back(input.const_data_ptr());
+        at::Tensor expected = at::empty({count}, dtype);
+        reduce_on_cpu(pointers, expected.mutable_data_ptr(), count, dtype, ReduceOp::sum);
+        const at::Tensor source = at::cat(inputs).to(kGpu);
+        at::Tensor got = at::zeros({count}, at::TensorOptions().dtype(dtype).device(kGpu));
+        kernels().sum_of_parts({got.mutable_data_ptr(), source.const_data_ptr(), dtype, count, parts});
+        const at::Tensor back = got.to(at::kCPU);
+        ASSERT_EQ(std::memcmp(back.const_data_ptr(), expected.const_data_ptr(), back.nbytes()), 0)
+            << parts << " parts of " << count << " " << c10::toString(dtype);
       }
     }
   }

@@ -185,6 +185,45 @@ TEST(GpuRanks, LowPrecisionEqualsAcrossPolicies) {
   }
 }
 
+// Ranks that share a GPU have no registered memory and go the usual way.
+TEST(GpuRanks, ReductionsByCopyEngineEqualThoseByKernel) {
+  Training t;
+  for (const auto param_dtype : {at::kFloat, at::kBFloat16}) {
+    for (const auto reduce_dtype : {at::kFloat, at::kBFloat16}) {
+      t.unit.mixed_precision.param_dtype = param_dtype;
+      t.unit.mixed_precision.reduce_dtype = reduce_dtype;
+      t.options.reducer = Reducer::kernel;
+      const auto expected = train_sharded(t);
+      t.options.reducer = Reducer::copy_engine;
+      const auto got = train_sharded(t);
+      if (size() == 2) {
+        expect_equal(got, expected, "a sum of two");
+      } else {
+        const double tolerance = reduce_dtype == at::kFloat ? 1e-5 : 2e-2;
+        for (std::size_t i = 0; i < got.size(); ++i)
+          EXPECT_TRUE(at::allclose(got[i], expected[i], tolerance, tolerance));
+      }
+    }
+  }
+}
+
+TEST(GpuRanks, OptimizersThatOverlapReductionsGiveTheSameBits) {
+  const auto train = [](bool overlap) {
+    GpuRun run(world(), {.overlap_optimizer = overlap});
+    AdamW optimizer(*run.context, {.learning_rate = 1e-2});
+    for (int step = 0; step < 4; ++step) {
+      run.loss(static_cast<std::uint64_t>(step)).backward();
+      if (step % 2 == 0)
+        optimizer.step(clip_grad_norm_(*run.context, 0.5));
+      else
+        optimizer.step();
+      optimizer.zero_grad();
+    }
+    return run.weights();
+  };
+  expect_equal(train(true), train(false), "overlapping");
+}
+
 TEST(GpuRanks, ReplayOfACapturedStepEqualsEager) {
   UnitOptions unit;
   unit.mixed_precision.param_dtype = at::kBFloat16;

@@ -5,6 +5,7 @@
 
 #include <numeric>
 #include <optional>
+#include <unordered_set>
 #include <vector>
 
 #include "fsdp/comm/loopback/link_timer.h"
@@ -26,13 +27,13 @@ class LoopbackGroup final : public CommunicatorBackend {
     if (!gathers && options.size > 1) staging();  // now: not beside a waiting collective, nor while a step is captured
     if (options.mode == LoopbackOptions::Mode::link && options.size > 1) {
       if (multiprocessors_ == 0) timer_.emplace();
-      FSDP_CUDA_CHECK(cudaMalloc(&end_mark_, 4));
-      FSDP_CUDA_CHECK(cudaMallocHost(&end_mark_source_, 4));
+      FSDP_CUDA_CHECK(cudaMalloc(&mark_, 4));
+      FSDP_CUDA_CHECK(cudaMallocHost(&mark_source_, 4));
     }
   }
   ~LoopbackGroup() override {
-    if (end_mark_ != nullptr) cudaFree(end_mark_);
-    if (end_mark_source_ != nullptr) cudaFreeHost(end_mark_source_);
+    if (mark_ != nullptr) cudaFree(mark_);
+    if (mark_source_ != nullptr) cudaFreeHost(mark_source_);
     if (staging_ != nullptr) cudaFree(staging_);
   }
 
@@ -41,16 +42,18 @@ class LoopbackGroup final : public CommunicatorBackend {
     const std::int64_t bytes = c.count * static_cast<std::int64_t>(c10::elementSize(c.dtype));
     const bool link = options_.mode == LoopbackOptions::Mode::link && options_.size > 1;
     const std::int64_t time = link ? link_time(c, bytes) : 0;
-    if (link && timer_) timer_->begin(stream, time);
-    move(c, bytes, stream);
+    // Copies within one device are made by its multiprocessors, so they would wait for the product beside them, as no
+    // transfer over a link does: in steady state nothing is moved.
+    if (!link || filled_.insert(c.receive).second) move(c, bytes, stream);
     if (!link) return;
     if (!timer_) {
       runtime_->kernels()->spin(time, multiprocessors_);
       return;
     }
+    mark(stream);
+    timer_->begin(stream, time);
     timer_->end(stream);
-    // Profilers see where the operation ends. From the host: by copy engine, so that it waits for no multiprocessor.
-    FSDP_CUDA_CHECK(cudaMemcpyAsync(end_mark_, end_mark_source_, 4, cudaMemcpyHostToDevice, stream));
+    mark(stream);
   }
   void abort(const std::string&) override {}
   void reset() override {}
@@ -107,6 +110,12 @@ class LoopbackGroup final : public CommunicatorBackend {
     if (bytes > 0 && to != from) copies_.push_back({to, from, static_cast<std::size_t>(bytes)});
   }
 
+  // Profilers see where an operation begins and ends. From the host: by copy engine, so that it waits for no
+  // multiprocessor.
+  void mark(cudaStream_t stream) {
+    FSDP_CUDA_CHECK(cudaMemcpyAsync(mark_, mark_source_, 4, cudaMemcpyHostToDevice, stream));
+  }
+
   void copy_all(cudaStream_t stream) {
     if (copies_.empty()) return;
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -142,8 +151,9 @@ class LoopbackGroup final : public CommunicatorBackend {
   int multiprocessors_ = 0;
   double nanoseconds_per_byte_ = 0;
   std::optional<LinkTimer> timer_;
-  void *end_mark_ = nullptr, *end_mark_source_ = nullptr;
+  void *mark_ = nullptr, *mark_source_ = nullptr;
   void* staging_ = nullptr;
+  std::unordered_set<const void*> filled_;  // what operations of mode link wrote to
   std::vector<Copy> copies_;
   std::vector<void*> to_;
   std::vector<const void*> from_;

@@ -8,8 +8,12 @@ namespace fsdp {
 struct LoopbackOptions {
   int size = 4;  // ranks, this one included
   enum class Mode {
-    copy,  // data of the right size is copied on the device, by the copy engines in one batch
-    link,  // besides, an operation takes the time of a link, and holds multiprocessors as a ring would
+    // Data of the right size is copied on the device, in one batch. Its multiprocessors do that, whatever is asked for
+    // (a driver 580 on an H200 has no other way within one device), so a copy beside a product runs at its end.
+    copy,
+    // An operation takes the time of a link, and holds multiprocessors as a ring would, or none as a copy engine does.
+    // Data moves only the first time that a place is written, so numbers are not those of a step.
+    link,
   };
   Mode mode = Mode::copy;
   // Of a link: bytes that a rank sends or receives a second, time before the first byte, multiprocessors held.

@@ -12,6 +12,7 @@
 #include "fsdp/comm/nccl/watchdog.h"
 #include "fsdp/runtime/cuda/cuda_check.h"
 #include "fsdp/runtime/cuda_module.h"
+#include "fsdp/runtime/kernels.h"
 
 namespace fsdp::nccl {
 namespace {
@@ -55,10 +56,6 @@ std::size_t elements_of(std::int64_t count, c10::ScalarType dtype) {
 
 class NcclParent;
 
-// From so many bytes in all a gather goes by copy engine, which leaves the multiprocessors to the products; below, the
-// symmetric kernel has less to set up.
-constexpr std::int64_t kCopyEngineFrom = 16 << 20;
-
 class NcclGroup final : public CommunicatorBackend {
  public:
   // `small`: for gathers that are too small for the copy engine; null: none.
@@ -79,6 +76,7 @@ class NcclGroup final : public CommunicatorBackend {
     if (std::uncaught_exceptions() > 0) return;  // peers may be gone: destroying would wait for them
     const auto watched = watch_->host_call("the end of a group (ncclCommDestroy)");
     cudaFree(scratch_);
+    forget_copies();
     while (!memories_.empty()) deregister_symmetric(memories_.back().base);
     for (ncclComm_t communicator : {communicator_, small_}) {
       if (communicator == nullptr) continue;
@@ -103,8 +101,9 @@ class NcclGroup final : public CommunicatorBackend {
   void set_check(bool check) override { check_ = check; }
   [[nodiscard]] std::string path() const override {
     if (memories_.empty()) return "ring";
+    if (copies_.communicator != nullptr) return "all-to-all by copy engine and a local sum in fp32";
     if (options_.use == GroupUse::gather)
-      return fmt::format("copy engine from {} MiB, symmetric kernel below", kCopyEngineFrom >> 20);
+      return fmt::format("copy engine from {} MiB, symmetric kernel below", options_.copy_engine_from.value() >> 20);
     return fmt::format("symmetric kernel of {} blocks", options_.ctas);
   }
 
@@ -139,12 +138,15 @@ class NcclGroup final : public CommunicatorBackend {
   }
 
   void deregister_symmetric(void* base) override {
+    forget_copies();
     std::erase_if(memories_, [&](const Registered& memory) {
       if (memory.base != base) return false;
       for (const auto& [communicator, window] : memory.windows) ncclCommWindowDeregister(communicator, window);
       return true;
     });
   }
+
+  [[nodiscard]] bool reduce_by_copies(Bytes largest, Kernels& kernels) override;
 
   [[nodiscard]] std::string library_error() const {
     ncclResult_t state = ncclSuccess;
@@ -155,6 +157,23 @@ class NcclGroup final : public CommunicatorBackend {
   }
 
  private:
+  // Reductions made of copies: their communicator, and where the parts of all ranks come together.
+  struct Copies {
+    ncclComm_t communicator = nullptr;
+    Kernels* kernels = nullptr;
+    c10::DataPtr parts;
+    Bytes size;
+    std::vector<ncclWindow_t> windows;
+  };
+
+  void forget_copies() {
+    if (copies_.communicator == nullptr) return;
+    for (ncclWindow_t window : copies_.windows) ncclCommWindowDeregister(copies_.communicator, window);
+    ncclCommFinalize(copies_.communicator);
+    ncclCommDestroy(copies_.communicator);
+    copies_ = {};
+  }
+
   struct Registered {
     std::byte* base;
     std::int64_t size;
@@ -197,12 +216,20 @@ class NcclGroup final : public CommunicatorBackend {
     switch (c.kind) {
       case trace::Kind::all_gather: {
         const std::int64_t bytes = c.count * size() * static_cast<std::int64_t>(c10::elementSize(c.dtype));
-        const bool small = small_ != nullptr && bytes < kCopyEngineFrom && registered(c.send) && registered(c.receive);
+        // NCCL's copies between devices cannot be recorded (2.28: "dependency created on uncaptured work").
+        const bool small = small_ != nullptr && (bytes < options_.copy_engine_from.value() || is_recorded(stream)) &&
+                           registered(c.send) && registered(c.receive);
         FSDP_NCCL_CHECK(ncclAllGather(c.send, c.receive, count, type, small ? small_ : communicator_, stream),
                         describe(c));
         break;
       }
       case trace::Kind::reduce_scatter:
+        if (reduces_by_copies(c, stream)) {
+          FSDP_NCCL_CHECK(ncclAlltoAll(c.send, copies_.parts.get(), count, type, copies_.communicator, stream),
+                          describe(c));
+          copies_.kernels->sum_of_parts({c.receive, copies_.parts.get(), c.dtype, c.count, size()});
+          break;
+        }
         FSDP_NCCL_CHECK(ncclReduceScatter(c.send, c.receive, count, type, op, communicator_, stream), describe(c));
         break;
       case trace::Kind::all_reduce:
@@ -245,6 +272,19 @@ class NcclGroup final : public CommunicatorBackend {
     FSDP_NCCL_CHECK(ncclGroupEnd(), describe(c));
   }
 
+  [[nodiscard]] static bool is_recorded(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    FSDP_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+    return status != cudaStreamCaptureStatusNone;
+  }
+
+  [[nodiscard]] bool reduces_by_copies(const Collective& c, cudaStream_t stream) const {
+    const std::int64_t bytes = c.count * size() * static_cast<std::int64_t>(c10::elementSize(c.dtype));
+    const bool can_sum = c.dtype == c10::kFloat || c.dtype == c10::kBFloat16 || c.dtype == c10::kHalf;
+    return copies_.communicator != nullptr && can_sum && c.reduce == ReduceOp::sum && Bytes(bytes) <= copies_.size &&
+           registered(c.send) && !is_recorded(stream);
+  }
+
   [[nodiscard]] bool registered(const void* address) const {
     const auto* at = static_cast<const std::byte*>(address);
     return std::any_of(memories_.begin(), memories_.end(),
@@ -278,6 +318,7 @@ class NcclGroup final : public CommunicatorBackend {
   const int rank_;
   const GroupOptions options_;
   std::vector<Registered> memories_;
+  Copies copies_;
   std::shared_ptr<Watch> watch_;
   void* scratch_ = nullptr;
   bool check_ = false;
@@ -308,6 +349,9 @@ class NcclParent final : public Parent, public std::enable_shared_from_this<Nccl
     } catch (const std::exception&) {  // a peer is gone; the process keeps what NCCL holds
     }
   }
+
+  // One more communicator of the same ranks, for copies between the devices. Collective.
+  ncclComm_t make_copier(const GroupOptions& options) { return make_child(options, NCCL_CTA_POLICY_ZERO); }
 
   std::shared_ptr<CommunicatorBackend> split(const GroupOptions& options) override {
     const bool symmetric = options.why_no_symmetric_memory.empty();
@@ -388,6 +432,36 @@ class NcclParent final : public Parent, public std::enable_shared_from_this<Nccl
   const ParentOptions options_;
   ncclComm_t communicator_ = nullptr;
 };
+
+bool NcclGroup::reduce_by_copies(Bytes largest, Kernels& kernels) {
+  forget_copies();
+  if (largest == Bytes(0) || memories_.empty()) return false;
+  const auto watched = watch_->host_call("the making of a communicator for copies");
+  copies_.communicator = parent_->make_copier(options_);
+  copies_.kernels = &kernels;
+  copies_.size = largest;
+  copies_.parts = allocate_symmetric(largest);
+  bool good = all_agree(copies_.parts.get() != nullptr);
+  const auto add_window = [&](void* base, std::int64_t bytes) {
+    ncclWindow_t window = nullptr;
+    std::unique_lock lock(calls());
+    const ncclResult_t code = ncclCommWindowRegister(copies_.communicator, base, static_cast<std::size_t>(bytes),
+                                                     &window, NCCL_WIN_COLL_SYMMETRIC);
+    lock.unlock();
+    if (code == ncclSuccess && window != nullptr) copies_.windows.push_back(window);
+    return all_agree(code == ncclSuccess && window != nullptr);
+  };
+  for (const Registered& memory : memories_) good = good && add_window(memory.base, memory.size);
+  good = good && add_window(copies_.parts.get(), largest.value());
+  if (good) {  // the first use of each path sets up more, on all ranks together
+    const cudaStream_t stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/true).stream();
+    FSDP_NCCL_CHECK(
+        ncclAlltoAll(memories_.front().base, copies_.parts.get(), 2048, ncclBfloat16, copies_.communicator, stream),
+        "warm-up");
+    FSDP_CUDA_CHECK(cudaStreamSynchronize(stream));
+  }
+  return good;
+}
 
 UniqueId make_id() {
   ncclUniqueId id;

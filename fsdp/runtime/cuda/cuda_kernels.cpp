@@ -95,6 +95,7 @@ class CudaKernels final : public Kernels {
     FSDP_CUDA_CHECK(cudaLibraryLoadData(&library_, binary_.data(), nullptr, nullptr, 0, nullptr, nullptr, 0));
     scaled_sum_ = find("fsdp_scaled_sum");
     scaled_sum_double_ = find("fsdp_scaled_sum_double");
+    sum_of_parts_ = find("fsdp_sum_of_parts");
     pack_ = find("fsdp_pack");
     adamw_ = find("fsdp_adamw");
     adamw_count_ = find("fsdp_adamw_count");
@@ -123,6 +124,16 @@ class CudaKernels final : public Kernels {
                          &count,       wide ? static_cast<void*>(&wide_divisor) : &divisor,
                          &overwrite};
     launch(wide ? scaled_sum_double_ : scaled_sum_, dim3(blocks(count, wide ? 1 : kElements)), arguments);
+  }
+
+  void sum_of_parts(const SumOfParts& a) override {
+    if (a.count == 0) return;
+    void* destination = a.destination;
+    const void* source = a.source;
+    int dtype = code(a.dtype), parts = a.parts;
+    std::int64_t count = a.count;
+    void* arguments[] = {&destination, &source, &dtype, &count, &parts};
+    launch(sum_of_parts_, dim3(blocks(count, kElements)), arguments);
   }
 
   void pack(std::span<const PackEntry> entries, c10::ScalarType dtype) override {
@@ -232,6 +243,8 @@ class CudaKernels final : public Kernels {
     launch(scaled_sum_, dim3(1), sum);
     sum[5] = &wide_one;
     launch(scaled_sum_double_, dim3(1), sum);
+    void* parts[] = {&nothing, &nothing, &dtype, &count, &dtype};
+    launch(sum_of_parts_, dim3(1), parts);
     DevicePackArguments entries{};
     entries.entry[0].action = static_cast<int>(PackEntry::Action::clear);
     void* pack[] = {&entries, &dtype};
@@ -274,8 +287,8 @@ class CudaKernels final : public Kernels {
   std::vector<char> binary_;
   cudaLibrary_t library_ = nullptr;
   int multiprocessors_ = 1, shared_memory_ = 0;
-  const void *scaled_sum_, *scaled_sum_double_, *pack_, *adamw_, *adamw_count_, *entropy_forward_, *entropy_backward_,
-      *spin_;
+  const void *scaled_sum_, *scaled_sum_double_, *sum_of_parts_, *pack_, *adamw_, *adamw_count_, *entropy_forward_,
+      *entropy_backward_, *spin_;
 };
 
 }  // namespace

@@ -101,6 +101,30 @@ extern "C" __global__ void fsdp_scaled_sum(void* d, int dd, const void* s, int s
   }
 }
 
+extern "C" __global__ void fsdp_sum_of_parts(void* d, const void* s, int dtype, i64 n, int parts) {
+  i64 stride = (i64)gridDim.x * blockDim.x * 8;
+  bool fast = aligned8(d) && aligned8(s) && n % 8 == 0;
+  for (i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 8; i < n; i += stride) {
+    if (fast) {
+      float a[8], b[8];
+      load8(s, dtype, i, a);
+      for (int p = 1; p < parts; ++p) {
+        load8(s, dtype, p * n + i, b);
+        for (int k = 0; k < 8; ++k) a[k] += b[k];
+      }
+      u32 marks = 0;
+      for (int k = 0; k < 8; ++k) marks |= (is_mark(a[k]) ? 1u : 0u) << k;
+      store8(d, dtype, i, a, marks);
+    } else {
+      for (i64 j = i; j < n && j < i + 8; ++j) {
+        float a = load1(s, dtype, j);
+        for (int p = 1; p < parts; ++p) a += load1(s, dtype, p * n + j);
+        store1(d, dtype, j, a, is_mark(a));
+      }
+    }
+  }
+}
+
 __device__ inline double load_double(const void* p, int dtype, i64 i) {
   return dtype == 3 ? ((const double*)p)[i] : (double)load1(p, dtype, i);
 }
