@@ -38,7 +38,7 @@ void BenchCommand::add_to(CLI::App& app) {
   overlap_->add_option("--ranks", overlap.ranks)->check(CLI::Range(1, 4096));
   overlap_->add_option("--microbatches", overlap.microbatches)->check(CLI::Range(1, 64));
   overlap_->add_option("--steps", overlap.steps)->check(CLI::Range(1, 1000));
-  overlap_->add_option("--prefetch", overlap.prefetch, "depth, none, recorded or delayed_release");
+  overlap_->add_option("--prefetch", overlap.prefetch, "depth, lists, none, recorded or delayed_release");
   overlap_->add_option("--amount", overlap.amount, "Units ahead, or releases held back")->check(CLI::Range(0, 64));
   overlap_->add_option("--delay", overlap.delay, "Reductions held back")->check(CLI::Range(0, 64));
   overlap_->add_option("--keep-last", overlap.keep_last, "The last unit of forward stays gathered: true or false");

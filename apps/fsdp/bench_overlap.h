@@ -9,7 +9,7 @@ struct BenchOverlapCommand {
   std::string shape = "4,4096,8192,0";  // four linear units
   std::string strategy = "zero3";
   int ranks = 4, microbatches = 2, steps = 20;
-  std::string prefetch = "depth";  // or none, recorded, delayed_release
+  std::string prefetch = "depth";  // or lists, none, recorded, delayed_release
   int amount = 1, delay = 0;
   bool keep_last = true, unify = false;
   int gather_multiprocessors = 0;  // held by a gather; 0: the copy engine does it
