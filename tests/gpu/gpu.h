@@ -11,6 +11,8 @@
 #include <gtest/gtest.h>
 #include <torch/nn/modules/container/modulelist.h>
 
+#include <map>
+
 #include "fsdp/fsdp.h"
 #include "fsdp/runtime/kernels.h"
 #include "tests/support/train.h"
@@ -73,9 +75,16 @@ struct GpuRun {
     context->finalize();
   }
   at::Tensor loss(std::uint64_t seed) {
+    const auto prepared = inputs.find(seed);
+    return fsdp::call(model, &GpuStackImpl::loss, prepared == inputs.end() ? input(seed) : prepared->second);
+  }
+  at::Tensor input(std::uint64_t seed) const {
     const auto rank = static_cast<std::uint64_t>(world.rank().value());
-    const auto x = random({8, width}, seed * 100 + rank).to(world.runtime()->device());
-    return fsdp::call(model, &GpuStackImpl::loss, x);
+    return random({8, width}, seed * 100 + rank).to(world.runtime()->device());
+  }
+  // Copies the inputs of seeds below `count` now: a copy from the host waits for what the device is doing.
+  void prepare_inputs(std::uint64_t count) {
+    for (std::uint64_t seed = 0; seed < count; ++seed) inputs[seed] = input(seed);
   }
   // Every whole parameter, on the CPU.
   std::vector<at::Tensor> weights() {
@@ -87,6 +96,7 @@ struct GpuRun {
   std::shared_ptr<FsdpContext> context;
   GpuStack model;
   std::int64_t width;
+  std::map<std::uint64_t, at::Tensor> inputs;
 };
 
 // A group that holds up its stream before every operation.

@@ -180,6 +180,7 @@ TEST(GpuTraining, OptimizersThatOverlapReductionsGiveTheSameBits) {
         UnitOptions unit;
         unit.mixed_precision.param_dtype = at::kBFloat16;
         GpuRun run(world, slow_mesh(world, 0, held), {.overlap_optimizer = overlap}, unit, 4, 256);
+        run.prepare_inputs(4);
         AdamW optimizer(*run.context, {.learning_rate = 1e-2});
         for (int step = 0; step < 4; ++step) {
           run.loss(static_cast<std::uint64_t>(step)).backward();
@@ -304,6 +305,7 @@ TEST(GpuRace, SpinsChangeNoBit) {
     std::vector<at::Tensor> weights;
     const auto body = [&] {
       GpuRun run(world, slow_mesh(world, place.gather, place.reduce), options, unit, 6, 256);
+      run.prepare_inputs(6);
       AdamW optimizer(*run.context, {.learning_rate = 1e-2});
       const auto spin = [&](int at) {
         if (at == place.compute) world.runtime()->kernels()->spin(kSpin, 1);
