@@ -12,6 +12,7 @@
 #include "fsdp/module/context.h"
 #include "fsdp/module/delayed_weight_gradients.h"
 #include "fsdp/module/dropout.h"
+#include "fsdp/module/grouped_linear.h"
 #include "fsdp/module/hooked.h"
 #include "fsdp/module/linear.h"
 #include "fsdp/module/linear_cross_entropy.h"

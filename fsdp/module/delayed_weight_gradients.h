@@ -15,13 +15,17 @@
 
 #include <cstddef>
 #include <deque>
+#include <functional>
 #include <memory>
+#include <vector>
 
 namespace torch::autograd {
 struct Node;
 }
 
 namespace fsdp {
+
+class WeightGradient;
 
 class DelayedWeightGradients {
  public:
@@ -41,19 +45,25 @@ class DelayedWeightGradients {
   [[nodiscard]] Scope record() const { return Scope(*this); }
 
   // Computes what backwards have left so far, in their order, on the current stream, which is ordered after them.
-  // Weights may be resharded by then.
-  void run();
+  // Weights may be resharded by then. Returns the tensors that were read: who has others than the current stream's own
+  // among them keeps them until it has passed.
+  std::vector<at::Tensor> run();
   [[nodiscard]] std::size_t pending() const;  // products still to come
   void drop();                                // after an error: they will not be computed
 
-  // One product left by a backward: dy (n, rows) and x (n, columns) of a weight (rows, columns).
+  // What a backward has left: how to add to the gradient of a weight.
   struct Product {
     std::shared_ptr<torch::autograd::Node> accumulator;  // the weight's
-    at::Tensor weight, dy, x;
+    at::Tensor weight;
+    at::Tensor dy, x;
+    std::function<void(WeightGradient&, const at::Tensor& dy, const at::Tensor& x)> add;
   };
   using Queue = std::deque<Product>;
-  // Where linear maps that are made now leave their products; null: nowhere, they compute them.
-  [[nodiscard]] static std::shared_ptr<Queue> current();
+  // Where linear maps over `weight`, of a caller-driven unit, that are made now leave their products; null: nowhere,
+  // they compute them. Throws UsageError where nobody would wait for what is left.
+  [[nodiscard]] static std::shared_ptr<Queue> current(const at::Tensor& weight);
+  // In a backward: throws UsageError under create_graph.
+  static void leave(Queue& queue, Product product);
 
  private:
   std::shared_ptr<Queue> queue_;

@@ -45,6 +45,9 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
   // unit's gather, and for nothing else. `prefetch` also gathers what follows in that phase.
   void unshard(std::optional<Phase> prefetch = std::nullopt);
 
+  // As unshard, but no stream waits: for what is used later.
+  void gather();
+
   // Drops the gathered weights, ordered after everything the current stream has enqueued so far. Nothing to do when
   // nothing is gathered.
   void reshard();

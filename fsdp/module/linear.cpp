@@ -12,9 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "fsdp/base/check.h"
 #include "fsdp/module/delayed_weight_gradients.h"
-#include "fsdp/module/fsdp_module.h"
 #include "fsdp/module/grad_accumulator.h"
 #include "fsdp/module/weight_gradient.h"
 
@@ -55,10 +53,9 @@ class LinearBackward final : public torch::autograd::Node {
       result[1] = gradient.take();
     }
     if (later_) {
-      FSDP_CHECK(!at::GradMode::is_enabled(), UsageError,
-                 "a backward with create_graph reached a linear map whose weight gradient is delayed: run its forward "
-                 "outside of the scope of DelayedWeightGradients");
-      later_->push_back({accumulator_, weight, dy2, x2});
+      DelayedWeightGradients::leave(
+          *later_, {accumulator_, weight, dy2, x2,
+                    [](WeightGradient& gradient, const auto& dy, const auto& x) { gradient.add(dy, x); }});
     }
     if (num_outputs() > 2 && task_should_compute_output(2)) result[2] = dy2.sum(0);
     return result;
@@ -86,15 +83,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     y = at::linear(x, weight, bias);
   }
-  auto later = DelayedWeightGradients::current();
-  if (later) {
-    const FsdpModule& unit = GradAccumulator::find(weight)->group()->unit();
-    FSDP_CHECK(
-        !unit.options().register_hooks, UsageError,
-        "DelayedWeightGradients: unit \"{}\" is not caller-driven, so the end of a backward would reduce it without "
-        "the delayed gradients: set UnitOptions::register_hooks to false",
-        unit.name());
-  }
+  auto later = DelayedWeightGradients::current(weight);
   const bool delayed = later != nullptr;
   auto node = std::make_shared<LinearBackward>(x, weight, std::move(later));
   torch::autograd::edge_list edges;

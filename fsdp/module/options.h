@@ -46,6 +46,9 @@ struct UnitOptions {
   // The one divisor of a gradient's whole sum. Default: the number of ranks over whose data the sum runs (the product
   // of the strategy's axes). 1 switches averaging off.
   std::optional<double> gradient_divisor = {};
+  // Further mesh axes whose ranks hold other parameters under the same names (the experts of expert parallelism): norms
+  // of gradients add up over them.
+  std::vector<std::string> partitioned_axes = {};
   Reshard reshard = Reshard::automatic;
   // Parameters of at most so many elements stay whole on every rank; their gradients are summed by an all-reduce. Saves
   // nothing but launches: for units of tiny parameters only.

@@ -313,14 +313,25 @@ bool Scheduler::waited_for(const FsdpModule& unit) const {
          std::all_of(unit.lenders_.begin(), unit.lenders_.end(), [](auto* lender) { return lender->waited_; });
 }
 
-void Scheduler::unshard(FsdpModule& unit, std::optional<Phase> prefetch) {
+// A caller-driven step has no outermost forward: its first gather begins the epoch, finish_grad_sync ends it. Gathers
+// in between wait for no compute.
+void Scheduler::begin_use_by_caller(const FsdpModule& unit) {
   if (!finalized_) finalize();
-  if (forward_depth_ == 0 && !backward_active_) {
-    begin_epoch_if_needed();
-    // A caller-driven step has no outermost forward: its first gather begins the epoch, finish_grad_sync ends it.
-    if (!unit.options().register_hooks) weights_may_change_ = false;
-  }
+  if (forward_depth_ > 0 || backward_active_) return;
+  const bool driven = !unit.options().register_hooks;
+  if (driven && !weights_may_change_) return;
+  begin_epoch_if_needed();
+  if (driven) weights_may_change_ = false;
+}
+
+void Scheduler::unshard(FsdpModule& unit, std::optional<Phase> prefetch) {
+  begin_use_by_caller(unit);
   need(unit, prefetch);
+}
+
+void Scheduler::gather(FsdpModule& unit) {
+  begin_use_by_caller(unit);
+  issue_gather(unit);
 }
 
 void Scheduler::reshard(FsdpModule& unit) {

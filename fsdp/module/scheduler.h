@@ -53,6 +53,7 @@ class Scheduler {
 
   // Primitives.
   void unshard(FsdpModule& unit, std::optional<Phase> prefetch);
+  void gather(FsdpModule& unit);  // no stream waits
   void reshard(FsdpModule& unit);
   void end_scope(FsdpModule& unit);                              // its weights were gathered for reading
   [[nodiscard]] bool in_use(const FsdpModule& unit) const;       // by a forward, or kept for a backward to come
@@ -120,6 +121,7 @@ class Scheduler {
   void begin_outermost_forward();
   void end_outermost_forward();
   void begin_epoch_if_needed();
+  void begin_use_by_caller(const FsdpModule& unit);
   std::int64_t note_weight_versions();  // of all units; returns their sum
   [[nodiscard]] bool any_gradient_defined() const;
   void follow_requires_grad();

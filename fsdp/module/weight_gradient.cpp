@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "fsdp/module/fsdp_module.h"
@@ -12,7 +13,7 @@
 
 namespace fsdp {
 
-WeightGradient::WeightGradient(const at::Tensor& weight) {
+WeightGradient::WeightGradient(const at::Tensor& weight) : weight_(weight) {
   // autograd::grad asks for chosen gradients by value; only a plain backward delivers into the accumulator.
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
   const bool plain = (chosen == nullptr || chosen->empty()) && !at::GradMode::is_enabled();
@@ -24,26 +25,44 @@ WeightGradient::WeightGradient(const at::Tensor& weight) {
   adds_ = place.add;
 }
 
+void WeightGradient::write(at::Tensor place, const at::Tensor& dy, const at::Tensor& x) const {
+  const bool same = place.scalar_type() == x.scalar_type();
+  if (adds_ && same)
+    at::addmm_out(place, place, dy.t(), x);
+  else if (adds_)
+    at::addmm_out(place, place, dy.t(), x, place.scalar_type());
+  else if (same)
+    at::mm_out(place, dy.t(), x);
+  else
+    at::mm_out(place, dy.t(), x, place.scalar_type());
+}
+
 void WeightGradient::add(const at::Tensor& dy, const at::Tensor& x) {
+  used_ = true;
   if (!place_.defined()) {
     const at::Tensor product = at::mm(dy.t(), x);
     value_ = value_.defined() ? value_ + product : product;
     return;
   }
-  const bool same = place_.scalar_type() == x.scalar_type();
-  if (adds_ && same)
-    at::addmm_out(place_, place_, dy.t(), x);
-  else if (adds_)
-    at::addmm_out(place_, place_, dy.t(), x, place_.scalar_type());
-  else if (same)
-    at::mm_out(place_, dy.t(), x);
-  else
-    at::mm_out(place_, dy.t(), x, place_.scalar_type());
+  write(place_, dy, x);
   adds_ = true;
 }
 
+void WeightGradient::add_part(std::int64_t part, const at::Tensor& dy, const at::Tensor& x) {
+  used_ = true;
+  if (!place_.defined()) {
+    if (!value_.defined()) value_ = at::zeros_like(weight_, at::TensorOptions().dtype(x.scalar_type()));
+    if (x.size(0) > 0) value_.select(0, part).copy_(at::mm(dy.t(), x));
+    return;
+  }
+  if (x.size(0) > 0)
+    write(place_.select(0, part), dy, x);
+  else if (!adds_)
+    place_.select(0, part).zero_();
+}
+
 at::Tensor WeightGradient::take() {
-  if (place_.defined() && !adds_) place_.zero_();  // claimed, and there was nothing to add
+  if (place_.defined() && !adds_ && !used_) place_.zero_();  // claimed, and there was nothing to add
   return std::move(value_);
 }
 

@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
+#include <cstdint>
 
 namespace fsdp {
 
@@ -15,12 +15,17 @@ class WeightGradient {
   // In backward, on its thread.
   explicit WeightGradient(const at::Tensor& weight);
   void add(const at::Tensor& dy, const at::Tensor& x);
+  // The product of part `part` of a weight (parts, rows, columns), each part once; n may be 0.
+  void add_part(std::int64_t part, const at::Tensor& dy, const at::Tensor& x);
   // The gradient that is to travel along the weight's edge; undefined when it is in its place already.
   [[nodiscard]] at::Tensor take();
 
  private:
+  void write(at::Tensor place, const at::Tensor& dy, const at::Tensor& x) const;
+
+  const at::Tensor weight_;
   at::Tensor place_;  // undefined: none, the value travels
-  bool adds_ = false;
+  bool adds_ = false, used_ = false;
   at::Tensor value_;
 };
 

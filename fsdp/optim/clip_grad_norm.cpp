@@ -29,6 +29,7 @@ std::vector<int> split_axes(const FsdpParameterGroup& group, const DeviceMesh& m
   for (std::size_t i = 0; i < names.size(); ++i) {
     if (group.optimizer_placements()[i] == Placement::flat) axes.push_back(mesh.axis_index(names[i]));
   }
+  for (const auto& name : group.unit().options().partitioned_axes) axes.push_back(mesh.axis_index(name));
   return axes;
 }
 

@@ -36,6 +36,10 @@ class Runtime {
   // A further stream, distinct from compute and from all others. Lives as long as its handles.
   [[nodiscard]] virtual Stream make_stream(const std::string& name) = 0;
 
+  // Whether Stream::enqueue runs its task on the calling thread, with that stream current: what the task calls then runs
+  // on the stream. Elsewhere a task runs on the stream's own thread.
+  [[nodiscard]] virtual bool enqueue_sets_current_stream() const { return false; }
+
   // Device memory of exactly this size; empty for devices without data. Once freed it is used again in the order of
   // `owner`: who lets another stream touch it orders that stream after the allocation, and `owner` after it before the
   // memory is freed.

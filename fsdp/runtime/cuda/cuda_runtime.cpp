@@ -56,6 +56,7 @@ class CudaRuntime final : public Runtime {
     return data;
   }
   [[nodiscard]] bool caches_memory() const override { return true; }
+  [[nodiscard]] bool enqueue_sets_current_stream() const override { return true; }
 
   void copy(void* to, const void* from, Bytes size, const Stream& stream) override {
     if (size == Bytes(0)) return;

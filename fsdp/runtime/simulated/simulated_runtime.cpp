@@ -60,6 +60,7 @@ class Simulation final : public SimulatedRuntime {
     return Stream(std::make_shared<SimulatedStream>(*this, name, ++streams_));
   }
   [[nodiscard]] c10::DataPtr allocate(Bytes, const Stream&) override { return {nullptr, c10::kMeta}; }
+  [[nodiscard]] bool enqueue_sets_current_stream() const override { return true; }
   [[nodiscard]] trace::Nanoseconds blocked_time() const override { return 0; }  // read the overlap report instead
   [[nodiscard]] const CostModel& costs() const override { return costs_; }
   void spend(trace::Nanoseconds duration) override { running_->advance(duration); }

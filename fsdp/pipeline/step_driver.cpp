@@ -1,0 +1,147 @@
+#include "fsdp/pipeline/step_driver.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <map>
+#include <optional>
+#include <utility>
+
+#include "fsdp/base/check.h"
+
+namespace fsdp::pipeline {
+namespace {
+
+// The last forward node of a layer, after which its units are not needed until their backward.
+bool ends_forward(const NodeCall& call) { return call.pass == Pass::forward && call.node == NodeKind::combine; }
+
+}  // namespace
+
+StepDriver::StepDriver(std::shared_ptr<FsdpContext> context, std::shared_ptr<StagedModel> model,
+                       const StepOptions& options)
+    : context_(std::move(context)),
+      model_(std::move(model)),
+      options_(options),
+      lanes_(context_->mesh().runtime(), model_->exchange()),
+      hooks_(std::make_shared<Hooks>(Hooks{.cursor = GatherCursor(options.gather_ahead)})) {
+  FSDP_CHECK(options.gather_ahead >= 0, UsageError, "gather_ahead is {}, expected 0 or more", options.gather_ahead);
+  context_->finalize();
+  for (const auto& unit : context_->units()) {
+    FSDP_CHECK(!unit->options().register_hooks, UsageError,
+               "StepDriver: unit \"{}\" has hooks of its own; shard it with UnitOptions::register_hooks = false",
+               unit->name());
+    unit->register_post_backward_hook([hooks = hooks_](FsdpModule& complete) {
+      if (!hooks->alive) return;
+      hooks->cursor.release(complete);
+      complete.reduce_gradients();
+    });
+  }
+}
+
+StepDriver::~StepDriver() { hooks_->alive = false; }
+
+std::vector<FsdpModule*> StepDriver::uses_of(const NodeCall& call) const {
+  if (call.pass == Pass::weights) return {};  // weight gradients read no weights
+  return model_->units(call.node, call.layer);
+}
+
+std::vector<at::Tensor> StepDriver::run(std::vector<Microbatch> microbatches) {
+  const int count = static_cast<int>(microbatches.size());
+  FSDP_CHECK(count > 0, UsageError, "StepDriver: a step needs at least one microbatch");
+  const ChunkShape shape{model_->layers(), options_.delay_weights, options_.release_early};
+  const auto steps = options_.schedule == Schedule::sequential ? sequential(count, shape) : one_f_one_b(count, shape);
+  std::vector<FsdpModule*> uses;
+  for (const auto& step : steps) {
+    for (const auto& call : step) {
+      const auto some = uses_of(call);
+      uses.insert(uses.end(), some.begin(), some.end());
+    }
+  }
+  hooks_->cursor.start(std::move(uses));
+  issued_.clear();
+
+  std::vector<at::Tensor> losses(microbatches.size());
+  std::map<int, ChunkPlan> plans;
+  for (const auto& step : steps) {
+    bool last = false;  // whether this step holds the last backward
+    for (const auto& call : step) last |= call.pass == Pass::backward && call.microbatch + 1 == count;
+    const auto scope = context_->microbatch({.is_last = last});
+    for (const auto& call : step) {
+      auto found = plans.find(call.microbatch);
+      if (found == plans.end()) {
+        auto& data = microbatches[static_cast<std::size_t>(call.microbatch)];
+        found = plans
+                    .try_emplace(call.microbatch, *model_, lanes_, call.microbatch, std::move(data),
+                                 options_.delay_weights, 1.0 / count)
+                    .first;
+      }
+      const auto units = uses_of(call);
+      found->second.run(call, [&] {
+        for (FsdpModule* unit : units) hooks_->cursor.use(*unit);
+      });
+      issued_.push_back(call);
+      if (ends_forward(call)) {
+        for (const NodeKind node : {NodeKind::attend, NodeKind::experts}) {
+          for (FsdpModule* unit : model_->units(node, call.layer)) hooks_->cursor.release(*unit);
+        }
+      }
+      if (call.node == NodeKind::loss && call.pass == Pass::forward)
+        losses[static_cast<std::size_t>(call.microbatch)] = found->second.loss();
+    }
+    for (auto& [microbatch, plan] : plans) plan.join();
+    for (const auto& call : step) {
+      if (call.node == NodeKind::pre && call.pass == Pass::backward) plans.erase(call.microbatch);
+    }
+    lanes_.drop_retired();
+    if (!last) continue;
+    for (const auto& unit : context_->units()) unit->reshard();  // those without gradients to wait for
+    context_->finish_grad_sync();
+  }
+  FSDP_INVARIANT(hooks_->cursor.finished() && plans.empty());
+  return losses;
+}
+
+Tensors StepDriver::forward_only(const Tensors& inputs, const Tensors* targets) {
+  at::NoGradGuard no_grad;
+  const auto calls = merged_step(0, {.layers = model_->layers()}, std::nullopt, {});
+  std::vector<FsdpModule*> uses;
+  const auto wanted = [&](const NodeCall& call) { return call.node != NodeKind::loss || targets != nullptr; };
+  for (const auto& call : calls) {
+    if (!wanted(call)) continue;
+    const auto some = uses_of(call);
+    uses.insert(uses.end(), some.begin(), some.end());
+  }
+  hooks_->cursor.start(uses);
+  Tensors flow = inputs;
+  std::optional<LayerCarry> carry;
+  StagedModel::LayerFunctions functions;
+  for (const auto& call : calls) {
+    if (!wanted(call)) continue;
+    if (call.node == NodeKind::attend || call.layer < 0) carry.emplace();
+    if (call.node == NodeKind::attend) functions = model_->layer_functions(call.layer, 1.0);
+    for (FsdpModule* unit : uses_of(call)) hooks_->cursor.use(*unit);
+    const NodeFunction f = call.node == NodeKind::pre        ? model_->pre_function()
+                           : call.node == NodeKind::attend   ? functions.attend
+                           : call.node == NodeKind::dispatch ? functions.dispatch
+                           : call.node == NodeKind::experts  ? functions.experts
+                           : call.node == NodeKind::combine  ? functions.combine
+                           : call.node == NodeKind::post     ? model_->post_function()
+                                                             : model_->loss_function();
+    if (call.node == NodeKind::loss) flow.insert(flow.end(), targets->begin(), targets->end());
+    flow = f(flow, *carry);
+    if (ends_forward(call)) {
+      for (const NodeKind node : {NodeKind::attend, NodeKind::experts}) {
+        for (FsdpModule* unit : model_->units(node, call.layer)) hooks_->cursor.release(*unit);
+      }
+    }
+  }
+  for (const auto& unit : context_->units()) unit->reshard();
+  return flow;
+}
+
+at::Tensor StepDriver::evaluate(const Microbatch& microbatch) {
+  return forward_only(microbatch.inputs, &microbatch.targets)[0];
+}
+
+Tensors StepDriver::predict(const Tensors& inputs) { return forward_only(inputs, nullptr); }
+
+}  // namespace fsdp::pipeline

@@ -1,0 +1,74 @@
+// Runs the microbatches of a training step over a caller-driven FSDP model, in the order of a schedule.
+//
+//   pipeline::StepDriver driver(context, model, {.schedule = pipeline::Schedule::one_f_one_b});
+//   auto losses = driver.run(microbatches);          // gradients are reduced; the current stream waits for them
+//   optimizer.step(fsdp::clip_grad_norm_(*context, 1.0));  optimizer.zero_grad();
+//
+// Units have UnitOptions::register_hooks = false: the driver gathers them along the schedule, drops them after their
+// layer's last forward node, and reduces each when its gradients, delayed ones included, are complete. Host thread of
+// the rank only; all ranks run the same schedule.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fsdp/module/context.h"
+#include "fsdp/pipeline/chunk_plan.h"
+#include "fsdp/pipeline/gather_cursor.h"
+
+namespace fsdp::pipeline {
+
+enum class Schedule : std::uint8_t {
+  sequential,   // forward and backward of each microbatch in turn
+  one_f_one_b,  // a forward between the pieces of the backward before it
+};
+
+struct StepOptions {
+  Schedule schedule = Schedule::one_f_one_b;
+  bool delay_weights = true;   // ChunkShape
+  bool release_early = false;  // ChunkShape
+  int gather_ahead = 1;        // uses ahead of which units are gathered; 0: each at its use
+};
+
+class StepDriver {
+ public:
+  // Throws UsageError naming a unit whose hooks would interfere.
+  StepDriver(std::shared_ptr<FsdpContext> context, std::shared_ptr<StagedModel> model, const StepOptions& options);
+  ~StepDriver();
+  StepDriver(const StepDriver&) = delete;
+  StepDriver& operator=(const StepDriver&) = delete;
+
+  // One step: every microbatch's loss (a scalar without graph), in order. Each loss's gradient is 1 / microbatches.
+  // Gradients are complete and ordered before what the current stream does next.
+  std::vector<at::Tensor> run(std::vector<Microbatch> microbatches);
+
+  // The loss of one microbatch, without gradients. Collective all the same.
+  [[nodiscard]] at::Tensor evaluate(const Microbatch& microbatch);
+  // The results of node post for these inputs.
+  [[nodiscard]] Tensors predict(const Tensors& inputs);
+
+  // The nodes of the last step as they were issued.
+  [[nodiscard]] const std::vector<NodeCall>& issued() const { return issued_; }
+  [[nodiscard]] const StepOptions& options() const { return options_; }
+
+ private:
+  [[nodiscard]] std::vector<FsdpModule*> uses_of(const NodeCall& call) const;
+  Tensors forward_only(const Tensors& inputs, const Tensors* targets);
+
+  const std::shared_ptr<FsdpContext> context_;
+  const std::shared_ptr<StagedModel> model_;
+  const StepOptions options_;
+  Lanes lanes_;
+  // Shared with the units' hooks, which outlive the driver.
+  struct Hooks {
+    bool alive = true;
+    GatherCursor cursor;
+  };
+  const std::shared_ptr<Hooks> hooks_;
+  std::vector<NodeCall> issued_;
+};
+
+}  // namespace fsdp::pipeline

@@ -1,0 +1,114 @@
+// A decoder transformer whose feed-forwards are mixtures of experts spread over ranks (DeepSeek-V3, arXiv:2412.19437,
+// with plain attention): softmax router, top-k experts, a shared expert, some dense layers first.
+//
+// A mesh has an axis of expert-parallel ranks: each holds experts / ranks of the experts of every layer, and tokens are
+// exchanged between them. The other parameters are sharded over all ranks, those of the experts over the ranks that
+// hold the same ones. It is run by pipeline::StepDriver:
+//
+//   fsdp::DeviceMesh mesh(world, {{"edp", world.size() / 2}, {"ep", 2}});
+//   auto model = std::make_shared<MoeTransformer>(config, mesh);
+//   auto context = fsdp::FsdpContext::create(mesh);
+//   model->shard(*context, unit_options);  context->materialize(model->initializer());
+//   fsdp::pipeline::StepDriver driver(context, model);
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fsdp/module/context.h"
+#include "fsdp/moe/expert_exchange.h"
+#include "fsdp/moe/router.h"
+#include "fsdp/pipeline/staged_model.h"
+#include "models/attention.h"
+#include "models/feed_forward.h"
+#include "models/layers.h"
+#include "models/transformer_config.h"
+
+namespace fsdp::models {
+
+struct MoeConfig {
+  TransformerConfig base;  // ffn_width: of dense layers
+  std::int64_t experts = 8;
+  std::int64_t top_k = 2;
+  std::int64_t expert_width = 64;  // features inside an expert
+  std::int64_t shared_width = 0;   // of the expert that every token goes to; 0: none
+  std::int64_t dense_layers = 0;   // first layers without experts
+  double auxiliary_loss = 0.01;    // coefficient of the load-balancing loss
+  double bias_rate = 0;            // of balancing by biases; 0: none
+
+  [[nodiscard]] std::int64_t parameter_count() const;         // of all ranks together
+  [[nodiscard]] std::int64_t active_parameter_count() const;  // that a token passes
+  void validate() const;                                      // throws UsageError naming the field
+};
+
+// The experts that a rank holds, over rows sorted by expert.
+class ExpertsImpl : public torch::nn::Module {
+ public:
+  ExpertsImpl(std::int64_t experts, std::int64_t width, std::int64_t expert_width, c10::Device device);
+  // x (rows, width), rows of each expert in order -> (rows, width).
+  at::Tensor forward(const at::Tensor& x, const std::vector<std::int64_t>& rows) const;
+
+ private:
+  at::Tensor gate_, up_, down_;  // (experts, out, in)
+};
+TORCH_MODULE(Experts);
+
+class MoeBlockImpl : public torch::nn::Module {
+ public:
+  MoeBlockImpl(const MoeConfig& config, bool dense, std::int64_t own_experts,
+               const std::shared_ptr<RotaryTable>& rotary);
+  [[nodiscard]] bool dense() const { return experts.is_empty(); }
+
+  RmsNorm attention_norm{nullptr}, feed_forward_norm{nullptr};
+  Attention attention{nullptr};
+  FeedForward feed_forward{nullptr};  // of a dense layer, or the shared expert; may be empty
+  Projection router{nullptr};
+  Experts experts{nullptr};
+  at::Tensor expert_bias;  // fp32 (experts), for the choice of experts only; no parameter
+  at::Tensor load;         // int64 (experts): tokens of this rank since the last update of the biases
+};
+TORCH_MODULE(MoeBlock);
+
+class MoeTransformer final : public pipeline::StagedModel {
+ public:
+  // `mesh` has an axis "ep" of the expert-parallel ranks. Weights are built on the meta device: after `shard`,
+  // context.materialize(initializer()) gives them values.
+  MoeTransformer(const MoeConfig& config, const DeviceMesh& mesh);
+  ~MoeTransformer() override;
+
+  // Every layer's experts a unit, every layer a unit, then embedding, last norm and head. `options`: strategy names
+  // ("zero1", "zero2", "zero3") and dtypes; axes, divisors and hooks are set here.
+  void shard(FsdpContext& context, const UnitOptions& options);
+  // Values that depend on seed, layer and expert alone, not on how experts are spread.
+  [[nodiscard]] InitFunction initializer() const;
+  // Adds up the loads of all ranks since the last call and moves the biases; without a bias_rate nothing happens.
+  void update_expert_biases();
+  [[nodiscard]] const MoeConfig& config() const { return config_; }
+  [[nodiscard]] std::vector<MoeBlock>& blocks() { return blocks_; }
+
+  // pipeline::StagedModel: inputs are token ids (batch, position), post gives logits, targets as tokens, -100 ignored.
+  [[nodiscard]] int layers() const override { return static_cast<int>(blocks_.size()); }
+  [[nodiscard]] bool dense(int layer) const override;
+  [[nodiscard]] LayerFunctions layer_functions(int layer, double loss_scale) override;
+  [[nodiscard]] pipeline::NodeFunction pre_function() override;
+  [[nodiscard]] pipeline::NodeFunction post_function() override;
+  [[nodiscard]] pipeline::NodeFunction loss_function() override;
+  [[nodiscard]] std::vector<FsdpModule*> units(pipeline::NodeKind node, int layer) const override;
+  [[nodiscard]] std::shared_ptr<moe::ExpertExchange> exchange() const override { return exchange_; }
+
+ private:
+  class Root;
+  const MoeConfig config_;
+  const DeviceMesh mesh_;
+  std::shared_ptr<moe::ExpertExchange> exchange_;
+  std::shared_ptr<Root> root_;  // embedding, blocks, norm, head
+  std::vector<MoeBlock> blocks_;
+  FsdpModule* root_unit_ = nullptr;
+  std::vector<FsdpModule*> block_units_, expert_units_;  // [layer]; no expert unit: null
+};
+
+}  // namespace fsdp::models
