@@ -343,7 +343,8 @@ void Scheduler::drop_accumulated() {
 // --- Reduction ---
 
 BufferPool::Source Scheduler::take_slot(FsdpModule& unit) {
-  // Two slots take turns. A unit with nested units collects gradients while those reduce, so it gets one of its own.
+  // Two slots take turns. A unit with nested units collects gradients while those reduce, so it gets one of its own; of
+  // these the one that was reduced longest ago, if another is left, so that nobody waits for the reduction just issued.
   const auto usable = [&](std::size_t i) { return !slots_[i].in_use; };
   std::size_t chosen = slots_.size();
   if (tree_.children[unit.index()].empty() && !unit.lends_) {
@@ -354,10 +355,18 @@ BufferPool::Source Scheduler::take_slot(FsdpModule& unit) {
       chosen = 1 - next_slot_;
     if (chosen < 2) next_slot_ = 1 - chosen;
   }
-  for (std::size_t i = 2; i < slots_.size() && chosen == slots_.size(); ++i) {
-    if (usable(i)) chosen = i;
+  if (chosen == slots_.size()) {
+    int unused = 0;
+    for (std::size_t i = 2; i < slots_.size(); ++i) {
+      if (!usable(i)) continue;
+      ++unused;
+      if (chosen == slots_.size() || slots_[i].last_use < slots_[chosen].last_use) chosen = i;
+    }
+    if (unused < 2) {
+      chosen = slots_.size();
+      slots_.emplace_back();
+    }
   }
-  if (chosen == slots_.size()) slots_.emplace_back();
   ReduceSlot& slot = slots_[chosen];
   compute_stream().wait(slot.done);
   recycle(slot);
@@ -472,6 +481,7 @@ void Scheduler::launch_reduction(FsdpModule& unit) {
   }
   if (unit.slot_ >= 0) {
     reduce_stream_.record(slots_[unit.slot_].done);
+    slots_[unit.slot_].last_use = ++slot_uses_;
     slots_[unit.slot_].in_use = false;
     unit.slot_ = -1;
   }

@@ -103,6 +103,7 @@ class Scheduler {
   struct ReduceSlot {
     Event done;                                          // of its last reduction
     bool in_use = false;                                 // packed or being packed, reduction not yet issued
+    std::int64_t last_use = 0;                           // the scheduler's count of uses
     std::vector<std::pair<c10::DataPtr, Bytes>> memory;  // of its last user, free once `done`
   };
 
@@ -240,6 +241,7 @@ class Scheduler {
   std::vector<double> samples_;    // of the leaves, when the first of them began
   std::deque<ReduceSlot> slots_;   // two that take turns, then those of units with nested units
   std::size_t next_slot_ = 0;
+  std::int64_t slot_uses_ = 0;
   std::deque<FsdpModule*> releases_;    // delayed release
   std::deque<FsdpModule*> reductions_;  // delayed reduction
   std::vector<FsdpModule*> unjoined_;

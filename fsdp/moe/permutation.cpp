@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/argsort.h>
+#include <ATen/ops/div.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -18,7 +19,7 @@ struct Permute : torch::autograd::Function<Permute> {
                             const at::Tensor& inverse, std::int64_t top_k) {
     context->saved_data["top_k"] = top_k;
     context->save_for_backward({inverse});
-    return x.index_select(0, top_k == 1 ? order : order.floor_divide(top_k));
+    return x.index_select(0, top_k == 1 ? order : at::div(order, top_k, "floor"));
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const std::int64_t top_k = context->saved_data["top_k"].toInt();

@@ -30,7 +30,7 @@ struct StepOptions {
   Schedule schedule = Schedule::one_f_one_b;
   bool delay_weights = true;   // ChunkShape
   bool release_early = false;  // ChunkShape
-  int gather_ahead = 1;        // uses ahead of which units are gathered; 0: each at its use
+  int gather_ahead = 1;        // units gathered before their use; 0: each is gathered at its use
 };
 
 class StepDriver {
