@@ -119,6 +119,8 @@ class Bare final : public TrainMode {
 }  // namespace
 
 int bench_train(const BenchTrainCommand& command) {
+  FSDP_CHECK(models::find_moe_preset(command.preset).value_or(models::MoeConfig{}).experts == 0, UsageError,
+             "--preset: {} is a mixture of experts; this benchmark runs dense models", command.preset);
   auto config = models::find_preset(command.preset);
   FSDP_CHECK(config.has_value(), UsageError, "--preset: there is no preset \"{}\"", command.preset);
   config->max_context = std::max(config->max_context, command.context);

@@ -25,6 +25,14 @@ MeshAxis parse_axis(const std::string& text) {
 
 std::vector<MeshAxis> mesh_axes(const TrainConfig& config) {
   const auto ranks = config.run.ranks;
+  if (config.model.moe.experts > 0) {
+    const auto expert_ranks = config.parallel.expert_ranks;
+    FSDP_CHECK(config.mesh.axes.empty(), UsageError,
+               "mesh.axes: a mixture of experts makes its own, \"edp\" and \"ep\"; set parallel.expert_ranks instead");
+    FSDP_CHECK(ranks % expert_ranks == 0, UsageError,
+               "parallel.expert_ranks: expected a divisor of the {} ranks, got {}", ranks, expert_ranks);
+    return {{"edp", static_cast<int>(ranks / expert_ranks)}, {"ep", static_cast<int>(expert_ranks)}};
+  }
   if (config.mesh.axes.empty()) return {{"dp", static_cast<int>(ranks)}};
   std::vector<MeshAxis> axes;
   std::set<std::string> names;
@@ -43,6 +51,37 @@ std::vector<MeshAxis> mesh_axes(const TrainConfig& config) {
   return axes;
 }
 
+models::MoeConfig moe_config(const TrainConfig& config) {
+  models::MoeConfig moe = config.model.moe;
+  moe.base = config.model.shape;
+  return moe;
+}
+
+std::int64_t parameter_count(const TrainConfig& config) {
+  return config.model.moe.experts > 0 ? moe_config(config).parameter_count() : config.model.shape.parameter_count();
+}
+
+namespace {
+
+void validate_moe(const TrainConfig& config) {
+  moe_config(config).validate();
+  const auto& parallel = config.parallel;
+  FSDP_CHECK(config.model.moe.experts % parallel.expert_ranks == 0, UsageError,
+             "parallel.expert_ranks: expected a divisor of model.experts = {}, got {}", config.model.moe.experts,
+             parallel.expert_ranks);
+  FSDP_CHECK(parallel.strategy == "zero1" || parallel.strategy == "zero2" || parallel.strategy == "zero3", UsageError,
+             "parallel.strategy: a mixture of experts is sharded by zero1, zero2 or zero3, got {}", parallel.strategy);
+  FSDP_CHECK(!config.run.capture, UsageError,
+             "run.capture: a step of a mixture of experts cannot be captured, for the host must know how many tokens "
+             "each expert gets");
+  FSDP_CHECK(
+      !config.data.mask_document_starts, UsageError,
+      "data.mask_document_starts: not with a mixture of experts; its microbatches' losses are means over equally "
+      "many targets");
+}
+
+}  // namespace
+
 void validate_train_config(const TrainConfig& config) {
   const auto& run = config.run;
   config.model.shape.validate();
@@ -53,6 +92,7 @@ void validate_train_config(const TrainConfig& config) {
              "run.batch: expected a multiple of ranks x microbatches = {} x {} = {}, got {}", run.ranks,
              run.microbatches, run.ranks * run.microbatches, run.batch);
 
+  if (config.model.moe.experts > 0) validate_moe(config);
   const auto axes = mesh_axes(config);
   const bool hybrid = config.parallel.strategy == "hsdp" || config.parallel.strategy == "hfsdp";
   FSDP_CHECK(!hybrid || axes.size() == 2, UsageError,

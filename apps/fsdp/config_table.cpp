@@ -50,6 +50,11 @@ Field numbers(std::string_view key, std::string_view meaning, Accessor accessor)
 
 constexpr double kMany = 1e9;
 
+void set_preset(TrainConfig& config) {
+  config.model.moe = *models::find_moe_preset(config.model.preset);
+  config.model.shape = config.model.moe.base;
+}
+
 std::vector<Field> make_fields() {
   return {
       text("model.preset", "size by name; the other model keys override it", FIELD(model.preset),
@@ -67,6 +72,14 @@ std::vector<Field> make_fields() {
       flag("model.tied_embeddings", "output head = token embedding", FIELD(model.shape.tied_embeddings)),
       flag("model.recompute", "compute blocks again in backward instead of keeping their intermediate values",
            FIELD(model.shape.recompute)),
+      integer("model.experts", "of each mixture layer; 0: a dense model", FIELD(model.moe.experts), 0, 65536),
+      integer("model.top_k", "experts a token", FIELD(model.moe.top_k), 1, 65536),
+      integer("model.expert_width", "features inside an expert", FIELD(model.moe.expert_width), 1, 1 << 22),
+      integer("model.shared_width", "features inside the expert of all tokens; 0: none", FIELD(model.moe.shared_width),
+              0, 1 << 22),
+      integer("model.dense_layers", "first layers without experts", FIELD(model.moe.dense_layers), 0, 10000),
+      number("model.auxiliary_loss", "coefficient of the load-balancing loss", FIELD(model.moe.auxiliary_loss), 0, 100),
+      number("model.bias_rate", "of balancing experts by biases; 0: off", FIELD(model.moe.bias_rate), 0, 1),
 
       texts("data.files", "token files (PREFIX of a .bin/.idx pair) or plain text files, read as bytes",
             FIELD(data.files), true),
@@ -98,6 +111,14 @@ std::vector<Field> make_fields() {
            {"every_microbatch", "last_microbatch"}),
       text("parallel.param_dtype", "of gathered weights and compute", FIELD(parallel.param_dtype), {"fp32", "bf16"}),
       text("parallel.reduce_dtype", "of gradients on the wire", FIELD(parallel.reduce_dtype), {"fp32", "bf16"}),
+      integer("parallel.expert_ranks", "neighbouring ranks that share the experts of each layer",
+              FIELD(parallel.expert_ranks), 1, 65536),
+      text("parallel.schedule", "of experts' microbatches: one after the other, or forwards beside backwards",
+           FIELD(parallel.schedule), {"sequential", "1f1b"}),
+      flag("parallel.delay_weight_gradients", "weight gradients when there is an exchange to hide (experts)",
+           FIELD(parallel.delay_weight_gradients)),
+      flag("parallel.release_early", "1f1b: free attention's activations sooner, hide less",
+           FIELD(parallel.release_early)),
 
       text("optimizer.name", "update rule", FIELD(optimizer.name), {"adamw", "sgd"}),
       number("optimizer.learning_rate", "highest learning rate", FIELD(optimizer.learning_rate), 0, 1000),
@@ -241,14 +262,14 @@ void assign(const Field& field, TrainConfig& config, const Value& value, const s
       },
       field.target);
   FSDP_CHECK(accepted, UsageError, "{}: {}: expected {}, got {}", origin, field.key, expectation(field), show(value));
-  if (field.key == "model.preset") config.model.shape = *models::find_preset(config.model.preset);
+  if (field.key == "model.preset") set_preset(config);
 }
 
 std::string shown_value(const Field& field, TrainConfig config) { return show(value_in(field, config)); }
 
 std::string describe_fields() {
   TrainConfig defaults;
-  defaults.model.shape = *models::find_preset(defaults.model.preset);
+  set_preset(defaults);
   std::string result, section;
   for (const Field& field : config_fields()) {
     const auto dot = field.key.find('.');

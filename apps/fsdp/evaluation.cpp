@@ -8,11 +8,10 @@
 
 #include "apps/fsdp/batch_tensors.h"
 #include "apps/fsdp/interrupt.h"
-#include "fsdp/module/call.h"
 
 namespace fsdp::app {
 
-std::optional<double> validation_loss(models::Transformer& model, const data::TokenDataset& data, const RunConfig& run,
+std::optional<double> validation_loss(TrainedModel& model, const data::TokenDataset& data, const RunConfig& run,
                                       const World& world, const Agreement& agreement) {
   at::NoGradGuard no_grad;
   const auto total = run.eval_batches * run.batch;
@@ -24,7 +23,7 @@ std::optional<double> validation_loss(models::Transformer& model, const data::To
     auto batch = data.validation_batch(first + i, at_once, total);
     targets += static_cast<double>(batch.targets.size() - std::ranges::count(batch.targets, data::kIgnoredTarget));
     const auto tensors = to_tensors(std::move(batch), world.runtime()->device());
-    sum += call(model, &models::TransformerImpl::loss_sum, tensors.tokens, tensors.targets).item<double>();
+    sum += model.loss_sum(tensors).item<double>();
     if (agreement.sum({interrupted() ? 1.0 : 0.0})[0] > 0) return std::nullopt;
   }
   const auto sums = agreement.sum({sum, targets});

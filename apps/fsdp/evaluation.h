@@ -4,15 +4,15 @@
 
 #include "apps/fsdp/agreement.h"
 #include "apps/fsdp/train_config.h"
+#include "apps/fsdp/trained_model.h"
 #include "fsdp/data/token_dataset.h"
-#include "models/transformer.h"
 
 #include <optional>
 
 namespace fsdp::app {
 
 // Nothing when the user interrupts it.
-[[nodiscard]] std::optional<double> validation_loss(models::Transformer& model, const data::TokenDataset& data,
+[[nodiscard]] std::optional<double> validation_loss(TrainedModel& model, const data::TokenDataset& data,
                                                     const RunConfig& run, const World& world,
                                                     const Agreement& agreement);
 

@@ -25,7 +25,7 @@ std::int64_t memory_of_machine() {
 }  // namespace
 
 std::int64_t resting_bytes(const TrainConfig& config) {
-  const auto parameters = config.model.shape.parameter_count();
+  const auto parameters = parameter_count(config);
   const auto axes = mesh_axes(config);
   std::int64_t all = 1;
   for (const auto& axis : axes) all *= axis.size;
@@ -46,8 +46,7 @@ void check_memory(const TrainConfig& config, int local_ranks) {
   FSDP_CHECK(needed <= there / std::max(1, local_ranks), UsageError,
              "model: {} parameters under {} need at least {} on each of the {} ranks of this machine, which has {} in "
              "all: take a smaller model, more machines or a strategy that shards more (zero3)",
-             config.model.shape.parameter_count(), config.parallel.strategy, format_bytes(needed), local_ranks,
-             format_bytes(there));
+             parameter_count(config), config.parallel.strategy, format_bytes(needed), local_ranks, format_bytes(there));
 }
 
 }  // namespace fsdp::app

@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "apps/fsdp/config_check.h"
 #include "apps/fsdp/config_table.h"
 #include "apps/fsdp/console.h"
 #include "apps/fsdp/interrupt.h"
@@ -33,12 +34,18 @@ std::string describe(const TrainJob& job, const std::optional<Launcher>& launche
   const auto& run = job.config.run;
   const auto ranks = are_processes(launcher) ? fmt::format("{} ranks started by {}", run.ranks, launcher->name)
                                              : fmt::format("{} in-process ranks", run.ranks);
+  const auto& moe = job.config.model.moe;
+  const auto experts = moe.experts == 0
+                           ? std::string()
+                           : fmt::format(", {} experts of {} over {} ranks, {} a token ({} parameters active), {}",
+                                         moe.experts, moe.expert_width, job.config.parallel.expert_ranks, moe.top_k,
+                                         moe_config(job.config).active_parameter_count(), job.config.parallel.schedule);
   return fmt::format(
-      "model: {} parameters, {} layers x {} wide, {} heads, {} kv heads\n"
+      "model: {} parameters, {} layers x {} wide, {} heads, {} kv heads{}\n"
       "data: {}\n"
       "run: {}, {}, {} steps of {} sequences x {} tokens in {} microbatches",
-      shape.parameter_count(), shape.layers, shape.width, shape.heads, shape.kv_heads, job.data->describe(), ranks,
-      job.config.parallel.strategy, run.steps, run.batch, run.context, run.microbatches);
+      parameter_count(job.config), shape.layers, shape.width, shape.heads, shape.kv_heads, experts,
+      job.data->describe(), ranks, job.config.parallel.strategy, run.steps, run.batch, run.context, run.microbatches);
 }
 
 std::string describe(const RunResult& result) {

@@ -5,13 +5,14 @@
 #include <string>
 #include <vector>
 
-#include "models/transformer_config.h"
+#include "models/moe_config.h"
 
 namespace fsdp::app {
 
 struct ModelConfig {
   std::string preset = "tiny";
   models::TransformerConfig shape;  // the preset's, then what the file sets
+  models::MoeConfig moe;            // the same; its base is `shape`
 };
 
 struct DataConfig {
@@ -38,6 +39,11 @@ struct ParallelConfig {
   std::string reduce = "every_microbatch";
   std::string param_dtype = "fp32";
   std::string reduce_dtype = "fp32";
+  // Mixtures of experts.
+  std::int64_t expert_ranks = 1;
+  std::string schedule = "1f1b";
+  bool delay_weight_gradients = true;
+  bool release_early = false;
 };
 
 struct OptimizerConfig {

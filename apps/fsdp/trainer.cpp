@@ -16,7 +16,6 @@
 #include "apps/fsdp/interrupt.h"
 #include "apps/fsdp/settings.h"
 #include "fsdp/base/check.h"
-#include "fsdp/module/call.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/optim/clip_grad_norm.h"
 #include "fsdp/optim/sgd.h"
@@ -31,11 +30,6 @@ constexpr std::int64_t kPromptTokens = 8;
 constexpr std::int64_t kStepsBeforeCapture = 3;  // everything in a step must have run before
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
-
-models::TransformerConfig on_meta(models::TransformerConfig shape) {
-  shape.device = c10::kMeta;
-  return shape;
-}
 
 std::unique_ptr<ShardedOptimizer> make_optimizer(FsdpContext& context, const OptimizerConfig& config) {
   const ParameterOptionsFunction no_decay_of_vectors = [](const std::string&, at::IntArrayRef sizes) {
@@ -74,16 +68,11 @@ Trainer::Trainer(World world, const TrainShared& shared)
     : world_(std::move(world)),
       shared_(shared),
       config_(shared.config),
-      model_(on_meta(config_.model.shape)),
       agreement_(world_),
-      context_(FsdpContext::create(DeviceMesh(world_, mesh_axes(config_)), context_options(config_))),
+      model_(make_trained_model(world_, config_)),
+      context_(model_->context()),
       profiler_(leads() ? shared.profile : std::filesystem::path{}, world_.runtime(),
                 static_cast<int>(world_.rank().value()), config_.run.steps) {
-  models::shard_transformer(*context_, model_, unit_options(config_));
-  const auto init = [&](const std::string& name, at::Tensor& whole, at::Generator& generator) {
-    models::initialize_transformer(config_.model.shape, name, whole, generator);
-  };
-  context_->materialize(init, {.seed = static_cast<std::uint64_t>(config_.run.seed)});
   optimizer_ = make_optimizer(*context_, config_.optimizer);
   const auto device = world_.runtime()->device();
   loss_scale_ = at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(device));
@@ -92,7 +81,7 @@ Trainer::Trainer(World world, const TrainShared& shared)
 
 RunResult Trainer::run() {
   const auto& run = config_.run;
-  result_.parameters = config_.model.shape.parameter_count();
+  result_.parameters = parameter_count(config_);
   result_.ranks = world_.size();
   double exposed_seconds = 0;
   batches_ =
@@ -200,35 +189,20 @@ const std::vector<BatchTensors>& Trainer::load(data::BatchPrefetcher::Batches ba
 }
 
 at::Tensor Trainer::compute(const std::vector<BatchTensors>& batches) {
-  const auto& run = config_.run;
-  at::Tensor loss_sum;
-  for (std::size_t micro = 0; micro < batches.size(); ++micro) {
-    const auto& batch = batches[micro];
-    auto scope = context_->microbatch({.is_last = micro + 1 == batches.size()});
-    at::Tensor counted;
-    if (config_.data.mask_document_starts) {
-      const auto loss = call(model_, &models::TransformerImpl::loss_sum, batch.tokens, batch.targets) * loss_scale_;
-      loss.backward();
-      counted = loss.detach().to(at::kDouble) * static_cast<double>(run.microbatches);
-    } else {
-      // They hold equally many, so the mean of their means is the mean over the global batch.
-      const auto loss = call(model_, &models::TransformerImpl::loss, batch.tokens, batch.targets);
-      (run.microbatches == 1 ? loss : loss / static_cast<double>(run.microbatches)).backward();
-      counted = loss.detach().to(at::kDouble);
-    }
-    loss_sum = loss_sum.defined() ? loss_sum + counted : counted;
-  }
+  const at::Tensor loss_sum =
+      model_->forward_backward(batches, config_.data.mask_document_starts ? loss_scale_ : at::Tensor());
   const double clip = config_.optimizer.clip_norm;
   const auto norm = clip > 0 ? clip_grad_norm_(*context_, clip) : grad_norm(*context_);
   optimizer_->step(norm);
   result_.peak_bytes =
       std::max(result_.peak_bytes, context_->memory_report().total().value() + optimizer_->state_bytes().value());
   optimizer_->zero_grad();
+  model_->after_step();
   return at::stack({loss_sum, norm.to(at::kDouble)});
 }
 
 void Trainer::evaluate(std::int64_t steps_done) {
-  const auto loss = validation_loss(model_, shared_.data, config_.run, world_, agreement_);
+  const auto loss = validation_loss(*model_, shared_.data, config_.run, world_, agreement_);
   result_.interrupted = !loss.has_value();
   if (!loss) return;
   result_.validation_loss = loss;
@@ -255,9 +229,9 @@ void Trainer::sample() {
                   held_out.tokens.begin() + std::min<std::int64_t>(kPromptTokens, held_out.context));
   }
   const auto stop = [this] { return agreement_.sum({interrupted() ? 1.0 : 0.0})[0] > 0; };
-  const auto added = models::sample_tokens(model_, prompt,
+  const auto added = models::sample_tokens([this](const at::Tensor& tokens) { return model_->logits(tokens); }, prompt,
                                            {.length = run.sample_length,
-                                            .context = run.context,
+                                            .context = std::min(run.context, config_.model.shape.max_context),
                                             .temperature = run.sample_temperature,
                                             .seed = static_cast<std::uint64_t>(run.seed),
                                             .device = world_.runtime()->device(),

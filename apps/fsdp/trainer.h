@@ -14,11 +14,11 @@
 #include "apps/fsdp/progress.h"
 #include "apps/fsdp/run_log.h"
 #include "apps/fsdp/train_config.h"
+#include "apps/fsdp/trained_model.h"
 #include "fsdp/data/batch_prefetcher.h"
 #include "fsdp/data/token_dataset.h"
 #include "fsdp/module/context.h"
 #include "fsdp/optim/optimizer.h"
-#include "models/transformer.h"
 
 namespace fsdp::app {
 
@@ -61,8 +61,8 @@ class Trainer {
   World world_;
   const TrainShared& shared_;
   const TrainConfig& config_;
-  models::Transformer model_;
   Agreement agreement_;
+  std::unique_ptr<TrainedModel> model_;
   std::shared_ptr<FsdpContext> context_;
   std::unique_ptr<ShardedOptimizer> optimizer_;
   Profiler profiler_;

@@ -167,13 +167,16 @@ TEST(Transformer, RecomputedBlocksGiveEqualGradients) {
 
 TEST(Sampling, IsRepeatableAndCropsTheContext) {
   Transformer model(kSmall);
-  const SamplingOptions options{.length = 30, .temperature = 1.0, .seed = 9};  // longer than max_context
-  const auto a = sample_tokens(model, {1, 2, 3}, options);
+  const LogitsFunction logits = [&](const at::Tensor& tokens) { return model->forward(tokens); };
+  const SamplingOptions options{
+      .length = 30, .context = kSmall.max_context, .temperature = 1.0, .seed = 9};  // longer than max_context
+  const auto a = sample_tokens(logits, {1, 2, 3}, options);
   EXPECT_EQ(a.size(), 30U);
-  EXPECT_EQ(a, sample_tokens(model, {1, 2, 3}, options));
-  EXPECT_EQ(sample_tokens(model, {1}, {.length = 5, .temperature = 0}),
-            sample_tokens(model, {1}, {.length = 5, .temperature = 0, .seed = 1}));
-  EXPECT_THROW(static_cast<void>(sample_tokens(model, {}, options)), UsageError);
+  EXPECT_EQ(a, sample_tokens(logits, {1, 2, 3}, options));
+  EXPECT_EQ(sample_tokens(logits, {1}, {.length = 5, .temperature = 0}),
+            sample_tokens(logits, {1}, {.length = 5, .temperature = 0, .seed = 1}));
+  EXPECT_THROW(static_cast<void>(sample_tokens(logits, {}, options)), UsageError);
+  EXPECT_THROW(static_cast<void>(sample_tokens(logits, {1}, {.context = 0})), UsageError);
 }
 
 }  // namespace

@@ -106,11 +106,12 @@ TEST(MoeOverlap, GatheringAheadHidesTheGathersOfMergedSteps) {
   EXPECT_LT(ahead.gathers, demand.gathers);
   EXPECT_LT(ahead.report.exposed, demand.report.exposed);
   EXPECT_LE(ahead.peak_gathered_units, 4);  // three, and the root's
-  // Exposed are no more than those of the first forward and the last backward.
+  // Exposed are no more than those of the first forward and the last backward, whose first unit was kept where it
+  // follows its own forward.
   const auto exposed = [](const Outcome& outcome) {
     return outcome.report.count(trace::Kind::all_gather) - outcome.report.overlapped(trace::Kind::all_gather);
   };
-  EXPECT_LE(exposed(ahead), exposed(run(1, {}))) << trace::to_string(ahead.report);
+  EXPECT_LE(exposed(ahead), exposed(run(1, {})) + 1) << trace::to_string(ahead.report);
 }
 
 TEST(MoeOverlap, DelayedWeightGradientsHideMore) {

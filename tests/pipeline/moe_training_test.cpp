@@ -13,6 +13,7 @@
 #include "fsdp/fsdp.h"
 #include "fsdp/pipeline/step_driver.h"
 #include "models/moe_transformer.h"
+#include "tests/support/ranks.h"
 #include "tests/support/train.h"
 
 namespace fsdp::testing {
@@ -45,6 +46,10 @@ std::vector<Microbatch> batches(int count, std::uint64_t seed) {
   std::vector<Microbatch> all;
   for (int m = 0; m < count; ++m) all.push_back(batch(seed + static_cast<std::uint64_t>(m)));
   return all;
+}
+
+void on_ranks(int ranks, const std::function<void(World)>& body) {
+  run_on_ranks(ranks, [&](World world, SideChannel&) { body(std::move(world)); });
 }
 
 struct MoeRun {
@@ -89,7 +94,7 @@ TEST(MoeSchedule, MergedEqualsSequentialBitForBit) {
   for (const int layers : {1, 2, 3}) {
     for (const int dense : {0, 1}) {
       if (dense >= layers && layers > 1) continue;
-      run_ranks(2, [&](World world) {
+      on_ranks(2, [&](World world) {
         const auto rank = static_cast<std::uint64_t>(world.rank().value());
         MoeRun reference(world, 2, small(layers, dense), {.schedule = Schedule::sequential, .delay_weights = false});
         for (const int microbatches : {1, 2, 4}) {
@@ -121,9 +126,9 @@ TEST(MoeSchedule, ShardedTrainingEqualsOneProcess) {
     const SgdOptions sgd{.learning_rate = 0.1, .momentum = 0.9};
     std::map<std::string, at::Tensor> expected;
     std::vector<double> expected_losses;
-    run_ranks(1, [&](World world) {
+    {
       UnitOptions unit;
-      MoeRun one(world, 1, config, {.schedule = Schedule::sequential, .delay_weights = false}, unit);
+      MoeRun one(World::single(), 1, config, {.schedule = Schedule::sequential, .delay_weights = false}, unit);
       Sgd optimizer(*one.context, sgd);
       for (int step = 0; step < kSteps; ++step) {
         std::vector<Microbatch> all;
@@ -139,9 +144,9 @@ TEST(MoeSchedule, ShardedTrainingEqualsOneProcess) {
         optimizer.zero_grad();
       }
       expected = one.weights();
-    });
+    }
     for (const auto& strategy : {zero3("edp"), zero1("edp")}) {
-      run_ranks(ranks, [&, ranks = ranks, expert_ranks = expert_ranks](World world) {
+      on_ranks(ranks, [&, ranks = ranks, expert_ranks = expert_ranks](World world) {
         const auto rank = static_cast<std::uint64_t>(world.rank().value());
         UnitOptions unit;
         unit.placements = strategy;
@@ -181,7 +186,7 @@ TEST(MoeSchedule, ShardedTrainingEqualsOneProcess) {
 // Twenty steps in bf16 with fp32 main gradients: zero3 under the merged schedule beside zero1 under the sequential one
 // (a distributed optimizer), the tolerances of Megatron-LM's test, and narrower ones.
 TEST(MoeSchedule, TwentyStepsEqualADistributedOptimizer) {
-  run_ranks(2, [](World world) {
+  on_ranks(2, [](World world) {
     const auto rank = static_cast<std::uint64_t>(world.rank().value());
     UnitOptions unit;
     unit.mixed_precision.param_dtype = at::kBFloat16;
@@ -212,7 +217,7 @@ TEST(MoeSchedule, TwentyStepsEqualADistributedOptimizer) {
 
 // C3: collectives of a step.
 TEST(MoeSchedule, CountsOfCollectives) {
-  run_ranks(4, [](World world) {
+  on_ranks(4, [](World world) {
     constexpr int kLayers = 3, kMicrobatches = 4;
     std::int64_t exchanges_of_sequential = 0, gathers_on_demand = 0;
     for (const auto schedule : {Schedule::sequential, Schedule::one_f_one_b}) {
@@ -247,7 +252,7 @@ TEST(MoeSchedule, CountsOfCollectives) {
 
 // C4.
 TEST(MoeSchedule, IssuesTheGoldenOrder) {
-  run_ranks(2, [](World world) {
+  on_ranks(2, [](World world) {
     MoeRun run(world, 2, small(2), {});
     run.driver->run(batches(2, 3));
     std::string text;
@@ -262,7 +267,7 @@ TEST(MoeSchedule, IssuesTheGoldenOrder) {
 
 // C5: all tokens go to the experts of one rank; the other receives none.
 TEST(MoeSchedule, ARankWithoutTokensTakesPart) {
-  run_ranks(2, [](World world) {
+  on_ranks(2, [](World world) {
     auto config = small(2);
     config.auxiliary_loss = 0;
     MoeRun sequential(world, 2, config, {.schedule = Schedule::sequential}), merged(world, 2, config, {});
@@ -288,7 +293,7 @@ TEST(MoeSchedule, ARankWithoutTokensTakesPart) {
 
 // C7: hybrid accumulation: the gradients of every microbatch arrive.
 TEST(MoeSchedule, EveryMicrobatchCountsUnderBothReducePolicies) {
-  run_ranks(4, [](World world) {
+  on_ranks(4, [](World world) {
     const auto rank = static_cast<std::uint64_t>(world.rank().value());
     std::map<std::string, at::Tensor> expected;
     for (const auto policy : {ReducePolicy::every_microbatch, ReducePolicy::last_microbatch}) {
@@ -307,7 +312,7 @@ TEST(MoeSchedule, EveryMicrobatchCountsUnderBothReducePolicies) {
 }
 
 TEST(MoeSchedule, EvaluationLeavesTrainingAlone) {
-  run_ranks(2, [](World world) {
+  on_ranks(2, [](World world) {
     MoeRun with(world, 2, small(2), {}), without(world, 2, small(2), {});
     const double first = with.driver->evaluate(batch(7)).item<double>();
     const double loss = with.driver->run({batch(7)})[0].item<double>();
@@ -321,7 +326,7 @@ TEST(MoeSchedule, EvaluationLeavesTrainingAlone) {
 }
 
 TEST(MoeSchedule, BiasesBalanceTheLoad) {
-  run_ranks(2, [](World world) {
+  on_ranks(2, [](World world) {
     auto config = small(1);
     config.auxiliary_loss = 0;
     config.bias_rate = 0.001;  // probabilities of a fresh model differ by about a hundredth
@@ -346,7 +351,7 @@ TEST(MoeSchedule, BiasesBalanceTheLoad) {
 }
 
 TEST(MoeSchedule, UnitsWithHooksOfTheirOwnAreRefused) {
-  run_ranks(1, [](World world) {
+  on_ranks(1, [](World world) {
     auto context = FsdpContext::create(DeviceMesh(world, {{"edp", 1}, {"ep", 1}}));
     auto model = make_toy_model();
     shard_toy_model(*context, model, {.placements = zero3("edp")});
