@@ -41,8 +41,9 @@ ExpertsImpl::ExpertsImpl(std::int64_t experts, std::int64_t width, std::int64_t 
   down_ = register_parameter("down", at::empty({experts, width, expert_width}, options));
 }
 
-at::Tensor ExpertsImpl::forward(const at::Tensor& x, const std::vector<std::int64_t>& rows) const {
-  return grouped_linear(at::silu(grouped_linear(x, gate_, rows)) * grouped_linear(x, up_, rows), down_, rows);
+at::Tensor ExpertsImpl::forward(const at::Tensor& x, std::vector<std::int64_t> rows) const {
+  const RowGroups groups = row_groups(std::move(rows), x.device());
+  return grouped_linear(at::silu(grouped_linear(x, gate_, groups)) * grouped_linear(x, up_, groups), down_, groups);
 }
 
 MoeBlockImpl::MoeBlockImpl(const MoeConfig& config, bool dense, std::int64_t own_experts,

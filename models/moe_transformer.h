@@ -35,7 +35,7 @@ class ExpertsImpl : public torch::nn::Module {
  public:
   ExpertsImpl(std::int64_t experts, std::int64_t width, std::int64_t expert_width, c10::Device device);
   // x (rows, width), rows of each expert in order -> (rows, width).
-  at::Tensor forward(const at::Tensor& x, const std::vector<std::int64_t>& rows) const;
+  at::Tensor forward(const at::Tensor& x, std::vector<std::int64_t> rows) const;
 
  private:
   at::Tensor gate_, up_, down_;  // (experts, out, in)

@@ -49,6 +49,16 @@ void BenchCommand::add_to(CLI::App& app) {
       ->check(CLI::Range(0, 128));
   overlap_->add_option("--trace", overlap.trace, "Write the steps as a Chrome trace to this file");
 
+  schedule_ = command_->add_subcommand("schedule", "What the merged schedule of a mixture of experts hides");
+  schedule_->add_option("--preset", schedule.preset);
+  schedule_->add_option("--layers", schedule.layers)->check(CLI::Range(1, 1000));
+  schedule_->add_option("--sequences", schedule.sequences)->check(CLI::Range(1, 4096));
+  schedule_->add_option("--context", schedule.context)->check(CLI::Range(16, 1 << 20));
+  schedule_->add_option("--ranks", schedule.ranks, "Ranks of the loopback")->check(CLI::Range(1, 4096));
+  schedule_->add_option("--microbatches", schedule.microbatches)->check(CLI::Range(1, 1024));
+  schedule_->add_option("--rounds", schedule.rounds)->check(CLI::Range(1, 100000));
+  schedule_->add_option("--trace", schedule.trace, "Write one merged step as a Chrome trace to this file");
+
   train_ = command_->add_subcommand("train", "A whole training step with optimizer, by hand and with the library");
   train_->add_option("--preset", train.preset);
   train_->add_option("--modes", train.modes, "bare, sharded, sharded+graph")->delimiter(',');
@@ -63,6 +73,7 @@ int BenchCommand::run() const {
   return step_->parsed()          ? bench_step(step)
          : host_->parsed()        ? bench_host(host)
          : collectives_->parsed() ? bench_collectives(collectives)
+         : schedule_->parsed()    ? bench_schedule(schedule)
          : overlap_->parsed()     ? bench_overlap(overlap)
                                   : bench_train(train);
 }

@@ -3,6 +3,7 @@
 
 #include "apps/fsdp/bench_collectives.h"
 #include "apps/fsdp/bench_overlap.h"
+#include "apps/fsdp/bench_schedule.h"
 #include "apps/fsdp/bench_step.h"
 #include "apps/fsdp/bench_train.h"
 
@@ -17,6 +18,7 @@ struct BenchCommand {
   BenchStepCommand host{.shape = "32,1024,64,2752", .rounds = 30};
   BenchCollectivesCommand collectives;
   BenchOverlapCommand overlap;
+  BenchScheduleCommand schedule;
   BenchTrainCommand train;
 
   void add_to(CLI::App& app);
@@ -26,7 +28,7 @@ struct BenchCommand {
 
  private:
   CLI::App *command_ = nullptr, *step_ = nullptr, *host_ = nullptr, *collectives_ = nullptr, *overlap_ = nullptr,
-           *train_ = nullptr;
+           *schedule_ = nullptr, *train_ = nullptr;
 };
 
 }  // namespace fsdp::app

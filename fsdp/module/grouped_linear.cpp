@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/function.h>
@@ -22,9 +23,17 @@ namespace {
 
 using torch::autograd::variable_list;
 
+// One kernel for all parts: bf16 on a GPU, rows of whole 16 bytes.
+bool in_one_kernel(const at::Tensor& x, const at::Tensor& weight, const RowGroups& groups) {
+  return groups.ends.defined() && x.scalar_type() == at::kBFloat16 && x.size(0) > 0 && weight.size(1) % 8 == 0 &&
+         weight.size(2) % 8 == 0;
+}
+
 // out[rows of part i] = x[rows of part i] times weight[i], transposed or not.
-at::Tensor products(const at::Tensor& x, const at::Tensor& weight, const std::vector<std::int64_t>& rows,
-                    bool transposed) {
+at::Tensor products(const at::Tensor& x, const at::Tensor& weight, const RowGroups& groups, bool transposed) {
+  if (in_one_kernel(x, weight, groups))
+    return at::_grouped_mm(x, transposed ? weight.transpose(1, 2) : weight, groups.ends);
+  const auto& rows = groups.rows;
   at::Tensor out = at::empty({x.size(0), weight.size(transposed ? 1 : 2)}, x.options());
   std::int64_t begin = 0;
   for (std::size_t i = 0; i < rows.size(); begin += rows[i++]) {
@@ -36,19 +45,25 @@ at::Tensor products(const at::Tensor& x, const at::Tensor& weight, const std::ve
   return out;
 }
 
-void add_products(WeightGradient& gradient, const at::Tensor& dy, const at::Tensor& x,
-                  const std::vector<std::int64_t>& rows) {
+void add_products(WeightGradient& gradient, const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight,
+                  const RowGroups& groups) {
+  // Where products are kept in fp32 each part has a kernel of its own, for one kernel for all rounds them.
+  if (gradient.keeps(x.scalar_type()) && in_one_kernel(x, weight, groups)) {
+    gradient.add_product(at::_grouped_mm(dy.t(), x, groups.ends));
+    return;
+  }
   std::int64_t begin = 0;
-  for (std::size_t i = 0; i < rows.size(); begin += rows[i++])
-    gradient.add_part(static_cast<std::int64_t>(i), dy.narrow(0, begin, rows[i]), x.narrow(0, begin, rows[i]));
+  for (std::size_t i = 0; i < groups.rows.size(); begin += groups.rows[i++])
+    gradient.add_part(static_cast<std::int64_t>(i), dy.narrow(0, begin, groups.rows[i]),
+                      x.narrow(0, begin, groups.rows[i]));
 }
 
 // Edges: 0 input, 1 weight (none when its gradient is delayed).
 class GroupedLinearBackward final : public torch::autograd::Node {
  public:
-  GroupedLinearBackward(const at::Tensor& x, const at::Tensor& weight, std::vector<std::int64_t> rows,
+  GroupedLinearBackward(const at::Tensor& x, const at::Tensor& weight, const RowGroups& groups,
                         std::shared_ptr<DelayedWeightGradients::Queue> later)
-      : x_(x, false), weight_(weight, false), rows_(std::move(rows)), later_(std::move(later)) {
+      : x_(x, false), weight_(weight, false), groups_(groups), later_(std::move(later)) {
     if (later_) accumulator_ = torch::autograd::impl::grad_accumulator(weight);
   }
 
@@ -61,17 +76,18 @@ class GroupedLinearBackward final : public torch::autograd::Node {
     const at::Tensor dy = gradients[0].contiguous();
     const at::Tensor x = x_.unpack();
     const at::Tensor weight = weight_.unpack();
-    if (task_should_compute_output(0)) result[0] = products(dy, weight, rows_, /*transposed=*/false);
+    if (task_should_compute_output(0)) result[0] = products(dy, weight, groups_, /*transposed=*/false);
     if (task_should_compute_output(1)) {
       WeightGradient gradient(weight);
-      add_products(gradient, dy, x, rows_);
+      add_products(gradient, dy, x, weight, groups_);
       result[1] = gradient.take();
     }
     if (later_) {
-      DelayedWeightGradients::leave(*later_, {accumulator_, weight, dy, x,
-                                              [rows = rows_](WeightGradient& gradient, const auto& dy, const auto& x) {
-                                                add_products(gradient, dy, x, rows);
-                                              }});
+      DelayedWeightGradients::leave(
+          *later_, {accumulator_, weight, dy, x,
+                    [weight, groups = groups_](WeightGradient& gradient, const auto& dy, const auto& x) {
+                      add_products(gradient, dy, x, weight, groups);
+                    }});
     }
     return result;
   }
@@ -83,14 +99,27 @@ class GroupedLinearBackward final : public torch::autograd::Node {
 
  private:
   torch::autograd::SavedVariable x_, weight_;
-  const std::vector<std::int64_t> rows_;
+  const RowGroups groups_;
   const std::shared_ptr<DelayedWeightGradients::Queue> later_;
   std::shared_ptr<torch::autograd::Node> accumulator_;
 };
 
 }  // namespace
 
-at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight, std::vector<std::int64_t> rows) {
+RowGroups row_groups(std::vector<std::int64_t> rows, c10::Device device) {
+  RowGroups groups{std::move(rows), {}};
+  if (!device.is_cuda()) return groups;
+  at::Tensor ends = at::empty({static_cast<std::int64_t>(groups.rows.size())},
+                              at::TensorOptions().dtype(at::kInt).pinned_memory(true));
+  auto* end = ends.mutable_data_ptr<std::int32_t>();
+  std::int64_t sum = 0;
+  for (const auto count : groups.rows) *end++ = static_cast<std::int32_t>(sum += count);
+  groups.ends = ends.to(device, at::kInt, /*non_blocking=*/true);
+  return groups;
+}
+
+at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight, const RowGroups& groups) {
+  const auto& rows = groups.rows;
   FSDP_CHECK(x.dim() == 2 && weight.dim() == 3 && x.size(1) == weight.size(2), UsageError,
              "grouped_linear: expected x (n, in) and weight (parts, out, in), got {} and {} dimensions", x.dim(),
              weight.dim());
@@ -101,13 +130,13 @@ at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight, std::ve
   at::Tensor y;
   {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    y = products(x, weight, rows, /*transposed=*/true);
+    y = products(x, weight, groups, /*transposed=*/true);
   }
   if (!at::GradMode::is_enabled() || (!x.requires_grad() && !weight.requires_grad())) return y;
   const bool managed = GradAccumulator::find(weight) != nullptr;
   auto later = managed ? DelayedWeightGradients::current(weight) : nullptr;
   const bool delayed = later != nullptr;
-  auto node = std::make_shared<GroupedLinearBackward>(x, weight, std::move(rows), std::move(later));
+  auto node = std::make_shared<GroupedLinearBackward>(x, weight, groups, std::move(later));
   torch::autograd::edge_list edges;
   edges.push_back(x.requires_grad() ? torch::autograd::impl::gradient_edge(x) : torch::autograd::Edge());
   edges.push_back(weight.requires_grad() && !delayed ? torch::autograd::impl::gradient_edge(weight)

@@ -61,6 +61,16 @@ void WeightGradient::add_part(std::int64_t part, const at::Tensor& dy, const at:
     place_.select(0, part).zero_();
 }
 
+void WeightGradient::add_product(const at::Tensor& product) {
+  used_ = true;
+  if (!place_.defined())
+    value_ = product;
+  else if (adds_)
+    place_.add_(product);
+  else
+    place_.copy_(product);
+}
+
 at::Tensor WeightGradient::take() {
   if (place_.defined() && !adds_ && !used_) place_.zero_();  // claimed, and there was nothing to add
   return std::move(value_);

@@ -17,6 +17,10 @@ class WeightGradient {
   void add(const at::Tensor& dy, const at::Tensor& x);
   // The product of part `part` of a weight (parts, rows, columns), each part once; n may be 0.
   void add_part(std::int64_t part, const at::Tensor& dy, const at::Tensor& x);
+  // The whole product, computed by the caller.
+  void add_product(const at::Tensor& product);
+  // Whether products are kept, and added, in this dtype.
+  [[nodiscard]] bool keeps(c10::ScalarType dtype) const { return !place_.defined() || place_.scalar_type() == dtype; }
   // The gradient that is to travel along the weight's edge; undefined when it is in its place already.
   [[nodiscard]] at::Tensor take();
 

@@ -108,6 +108,18 @@ ExpertExchange::PendingCounts ExpertExchange::start_counts(const at::Tensor& loa
   const std::vector<std::int64_t> each(static_cast<std::size_t>(size()), own_experts());
   communicator_.all_to_all_v(pending.sent.const_data_ptr(), each, pending.received.mutable_data_ptr(), each, at::kLong,
                              stream_, "FSDP:experts:counts");
+  if (!pending.sent.is_cuda()) {
+    pending.sent_here = pending.sent;
+    pending.received_here = pending.received;
+  } else {
+    const auto pinned = at::TensorOptions().dtype(at::kLong).pinned_memory(true);
+    pending.sent_here = at::empty({experts_}, pinned);
+    pending.received_here = at::empty({experts_}, pinned);
+    stream_.enqueue([&] {
+      pending.sent_here.copy_(pending.sent, /*non_blocking=*/true);
+      pending.received_here.copy_(pending.received, /*non_blocking=*/true);
+    });
+  }
   stream_.record(pending.done);
   return pending;
 }
@@ -134,9 +146,8 @@ ExchangeCounts ExpertExchange::finish_counts(const PendingCounts& pending) {
     return counts;
   }
   pending.done.synchronize();
-  const at::Tensor sent = pending.sent.to(at::kCPU), received = pending.received.to(at::kCPU);
-  const auto* to = sent.const_data_ptr<std::int64_t>();
-  const auto* from = received.const_data_ptr<std::int64_t>();
+  const auto* to = pending.sent_here.const_data_ptr<std::int64_t>();
+  const auto* from = pending.received_here.const_data_ptr<std::int64_t>();
   for (std::size_t r = 0; r < ranks; ++r) {
     for (std::size_t e = 0; e < own; ++e) {
       counts.sent[r] += to[r * own + e];
@@ -176,8 +187,8 @@ at::Tensor ExpertExchange::exchange(const at::Tensor& rows, const std::vector<st
   return result;
 }
 
-// The caller may drop both at once, while the stream still reads and writes them. Of the result only the memory is held:
-// autograd copies a gradient that somebody else refers to, which would read it before it has come.
+// The caller may drop both at once, while the stream still reads and writes them. Of the result only the memory is
+// held: autograd copies a gradient that somebody else refers to, which would read it before it has come.
 void ExpertExchange::hold(const at::Tensor& rows, const at::Tensor& result) {
   held_.push_back({rows, result.storage(), {}});
   stream_.record(held_.back().done);

@@ -43,7 +43,8 @@ class ExpertExchange : public std::enable_shared_from_this<ExpertExchange> {
 
   // Counts under way. `load` (experts): this rank's rows for each expert.
   struct PendingCounts {
-    at::Tensor sent, received;  // int64 (experts)
+    at::Tensor sent, received;            // int64 (experts)
+    at::Tensor sent_here, received_here;  // the same on the host, once `done`
     Event done;
     std::int64_t rows = 0;
   };

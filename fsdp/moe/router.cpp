@@ -2,11 +2,11 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/bincount.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/full_like.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/topk.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "fsdp/base/check.h"
@@ -43,8 +43,8 @@ Routing route(const at::Tensor& logits, const RouterOptions& options, const at::
     at::NoGradGuard no_grad;
     const at::Tensor eligible = bias.defined() ? probabilities + bias : probabilities;
     routing.experts = std::get<1>(at::topk(eligible, options.top_k, -1));
-    routing.load = logits.is_meta() ? at::empty({options.experts}, routing.experts.options())
-                                    : at::bincount(routing.experts.reshape({-1}), {}, options.experts);
+    const at::Tensor chosen = routing.experts.reshape({-1});  // bincount would wait for the device
+    routing.load = at::zeros({options.experts}, chosen.options()).scatter_add_(0, chosen, at::ones_like(chosen));
   }
   routing.weights = probabilities.gather(-1, routing.experts);
   if (options.normalize) routing.weights = routing.weights / routing.weights.sum(-1, true);

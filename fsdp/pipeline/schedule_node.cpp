@@ -82,7 +82,9 @@ Tensors ScheduleNode::backward(Tensors gradients, const std::function<void()>& b
     };
     for (std::size_t i = 0; i < results_.size(); ++i) add(results_[i], gradients[i]);
     for (const auto& jump : jumps_) add(jump.original, jump.leaf.grad());
-    if (!roots.empty()) torch::autograd::backward(roots, root_gradients);
+    // What a graph on the exchange's stream has saved may be compute's memory: the graph is retired below, whole.
+    const bool keep_graph = options_.lane == Lane::exchange;
+    if (!roots.empty()) torch::autograd::backward(roots, root_gradients, keep_graph);
     plan_.lanes.runtime().end_range(range);
   });
   leave();

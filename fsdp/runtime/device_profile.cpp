@@ -19,6 +19,7 @@ trace::Kind kind_of(const std::string& name) {
   if (has("ncclDevKernel_SendRecv")) return trace::Kind::all_to_all;
   if (name.starts_with("FSDP:") && name.ends_with(":unshard")) return trace::Kind::all_gather;
   if (name.starts_with("FSDP:") && name.ends_with(":reduce_gradients")) return trace::Kind::reduce_scatter;
+  if (name.starts_with("FSDP:experts:")) return trace::Kind::all_to_all;
   return name.starts_with("FSDP:") ? trace::Kind::unit : trace::Kind::compute;
 }
 

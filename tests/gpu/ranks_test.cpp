@@ -14,7 +14,7 @@
 #include <optional>
 
 #include "fsdp/mesh/spawn_ranks.h"
-#include "tests/gpu/gpu.h"
+#include "tests/gpu/moe_gpu.h"
 
 namespace fsdp::testing {
 namespace {
@@ -222,6 +222,45 @@ TEST(GpuRanks, OptimizersThatOverlapReductionsGiveTheSameBits) {
     return run.weights();
   };
   expect_equal(train(true), train(false), "overlapping");
+}
+
+// Experts spread over all ranks, merged schedule, beside one process that runs every rank's microbatches.
+TEST(GpuRanks, MixturesOfExpertsEqualOneProcess) {
+  constexpr int kMicrobatches = 3, kSteps = 3;
+  for (const bool low_precision : {false, true}) {
+    UnitOptions unit;
+    if (low_precision) {
+      unit.mixed_precision.param_dtype = at::kBFloat16;
+      unit.mixed_precision.reduce_dtype = at::kFloat;
+    }
+    MoeGpuRun run(world(), DeviceMesh(world(), {{"edp", 1}, {"ep", size()}}), {}, unit);
+    const World one = World::single({.device = DeviceKind::cuda});
+    MoeGpuRun reference(one, DeviceMesh(one, {{"edp", 1}, {"ep", 1}}),
+                        {.schedule = pipeline::Schedule::sequential, .delay_weights = false}, unit);
+    Sgd optimizer(*run.context, {.learning_rate = 0.1, .momentum = 0.9}),
+        reference_optimizer(*reference.context, {.learning_rate = 0.1, .momentum = 0.9});
+    for (int step = 0; step < kSteps; ++step) {
+      const auto seed = static_cast<std::uint64_t>(step);
+      run.driver->run(run.batches(kMicrobatches, seed));
+      std::vector<pipeline::Microbatch> all;
+      for (int r = 0; r < size(); ++r) {
+        for (auto& batch : reference.batches(kMicrobatches, seed, r)) all.push_back(std::move(batch));
+      }
+      reference.driver->run(std::move(all));
+      for (auto* o : {&optimizer, &reference_optimizer}) {
+        auto& context = o == &optimizer ? *run.context : *reference.context;
+        o->step(clip_grad_norm_(context, 1.0));
+        o->zero_grad();
+      }
+    }
+    const auto got = run.weights(), expected = reference.weights();
+    const auto own = run.model->exchange()->own_experts(), first = run.model->exchange()->first_own_expert();
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      const at::Tensor whole = expected[i].dim() == 3 ? expected[i].narrow(0, first, own) : expected[i];
+      EXPECT_TRUE(at::allclose(got[i], whole, low_precision ? 1e-3 : 1e-5, low_precision ? 5e-3 : 1e-5))
+          << i << " differs by " << (got[i] - whole).abs().max().item<double>() << (low_precision ? " in bf16" : "");
+    }
+  }
 }
 
 TEST(GpuRanks, ReplayOfACapturedStepEqualsEager) {

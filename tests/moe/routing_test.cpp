@@ -112,7 +112,7 @@ TEST(GroupedLinear, EqualsALinearMapForEachPart) {
     std::int64_t begin = 0;
     for (int i = 0; i < 4; begin += rows[i++])
       parts.push_back(at::mm(x2.narrow(0, begin, rows[i]), w2.select(0, i).t()));
-    const at::Tensor y = grouped_linear(x, w, rows), expected = at::cat(parts);
+    const at::Tensor y = grouped_linear(x, w, {rows, {}}), expected = at::cat(parts);
     EXPECT_TRUE(at::equal(y, expected));
     const at::Tensor scale = random({n, 3}, 3);
     (y * scale).sum().backward();
@@ -120,8 +120,22 @@ TEST(GroupedLinear, EqualsALinearMapForEachPart) {
     EXPECT_TRUE(at::equal(x.grad(), x2.grad()));
     EXPECT_TRUE(at::allclose(w.grad(), w2.grad(), 1e-6, 1e-6));
   }
-  EXPECT_THROW(grouped_linear(random({3, 5}, 1), random({2, 3, 5}, 2), {1, 1}), UsageError);
-  EXPECT_THROW(grouped_linear(random({3, 5}, 1), random({2, 3, 4}, 2), {1, 2}), UsageError);
+  EXPECT_THROW(grouped_linear(random({3, 5}, 1), random({2, 3, 5}, 2), {{1, 1}, {}}), UsageError);
+  EXPECT_THROW(grouped_linear(random({3, 5}, 1), random({2, 3, 4}, 2), {{1, 2}, {}}), UsageError);
+}
+
+TEST(GroupedLinear, OneKernelForAllPartsEqualsOneAPart) {
+  const RowGroups apart{{3, 0, 5}, {}}, together{{3, 0, 5}, at::tensor({3, 3, 8}, at::kInt)};
+  const auto run = [&](const RowGroups& groups) {
+    const at::Tensor x = random({8, 16}, 1).to(at::kBFloat16).set_requires_grad(true);
+    const at::Tensor w = random({3, 24, 16}, 2).to(at::kBFloat16).set_requires_grad(true);
+    const at::Tensor y = grouped_linear(x, w, groups);
+    (y * random({8, 24}, 3).to(at::kBFloat16)).sum().backward();
+    return std::vector<at::Tensor>{y.detach(), x.grad(), w.grad()};
+  };
+  const auto a = run(apart), b = run(together);
+  for (int i = 0; i < 3; ++i) EXPECT_TRUE(at::allclose(a[i], b[i], 2e-2, 2e-2)) << i;
+  EXPECT_EQ(b[2].select(0, 1).abs().max().item<float>(), 0);
 }
 
 // Rank r sends r * 10 + expert rows to each expert, some none; values name sender, expert and row.

@@ -15,6 +15,7 @@
 namespace fsdp {
 namespace {
 
+constexpr std::int64_t kSmall = 1 << 16;     // bytes
 constexpr std::int64_t kStaging = 16 << 20;  // bytes; what comes in lands here, again and again
 
 class LoopbackGroup final : public CommunicatorBackend {
@@ -44,7 +45,8 @@ class LoopbackGroup final : public CommunicatorBackend {
     const std::int64_t time = link ? link_time(c, bytes) : 0;
     // Copies within one device are made by its multiprocessors, so they would wait for the product beside them, as no
     // transfer over a link does: in steady state nothing is moved.
-    if (!link || filled_.insert(c.receive).second) move(c, bytes, stream);
+    // What the host will read (counts of tokens) is small, and moves.
+    if (!link || payload(c, bytes) < kSmall || filled_.insert(c.receive).second) move(c, bytes, stream);
     if (!link) return;
     if (!timer_) {
       runtime_->kernels()->spin(time, multiprocessors_);
@@ -60,11 +62,22 @@ class LoopbackGroup final : public CommunicatorBackend {
   [[nodiscard]] std::string path() const override { return "loopback"; }
 
  private:
+  [[nodiscard]] static std::int64_t payload(const Collective& c, std::int64_t bytes) {
+    if (c.kind != trace::Kind::all_to_all) return bytes;
+    return std::accumulate(c.send_counts->begin(), c.send_counts->end(), std::int64_t{0}) *
+           static_cast<std::int64_t>(c10::elementSize(c.dtype));
+  }
+
   [[nodiscard]] std::int64_t link_time(const Collective& c, std::int64_t bytes) const {
     const auto n = static_cast<double>(options_.size);
     double moved = static_cast<double>(bytes);
     if (c.kind == trace::Kind::all_gather || c.kind == trace::Kind::reduce_scatter) moved *= n - 1;
     if (c.kind == trace::Kind::all_reduce) moved *= 2 * (n - 1) / n;
+    if (c.kind == trace::Kind::all_to_all) {  // all but what stays
+      const auto& sent = *c.send_counts;
+      moved = static_cast<double>((std::accumulate(sent.begin(), sent.end(), std::int64_t{0}) - sent[0]) *
+                                  static_cast<std::int64_t>(c10::elementSize(c.dtype)));
+    }
     return static_cast<std::int64_t>(moved * nanoseconds_per_byte_ + 1000 * options_.latency_microseconds);
   }
 

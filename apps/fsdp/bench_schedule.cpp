@@ -1,0 +1,134 @@
+#include "apps/fsdp/bench_schedule.h"
+
+#include <ATen/ops/randint.h>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "apps/fsdp/console.h"
+#include "fsdp/base/check.h"
+#include "fsdp/pipeline/step_driver.h"
+#include "fsdp/runtime/device_profile.h"
+#include "fsdp/trace/chrome_writer.h"
+#include "fsdp/trace/overlap.h"
+#include "models/moe_transformer.h"
+#include "models/presets.h"
+
+namespace fsdp::app {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Run {
+  Run(const World& world, const models::MoeConfig& config, const pipeline::StepOptions& options)
+      : mesh(world, {{"edp", 1}, {"ep", world.size()}}),
+        model(std::make_shared<models::MoeTransformer>(config, mesh)),
+        context(FsdpContext::create(mesh)) {
+    UnitOptions unit;
+    unit.mixed_precision.param_dtype = at::kBFloat16;
+    model->shard(*context, unit);
+    context->materialize(model->initializer());
+    driver = std::make_unique<pipeline::StepDriver>(context, model, options);
+  }
+  DeviceMesh mesh;
+  std::shared_ptr<models::MoeTransformer> model;
+  std::shared_ptr<FsdpContext> context;
+  std::unique_ptr<pipeline::StepDriver> driver;
+};
+
+}  // namespace
+
+int bench_schedule(const BenchScheduleCommand& command) {
+  auto found = models::find_moe_preset(command.preset);
+  FSDP_CHECK(found && found->experts > 0, UsageError, "--preset: expected a mixture of experts, got \"{}\"",
+             command.preset);
+  models::MoeConfig config = *found;
+  config.base.layers = command.layers;
+  config.base.max_context = std::max(config.base.max_context, command.context);
+  const World world = World::loopback({.size = command.ranks, .mode = LoopbackOptions::Mode::link});
+  Runtime& runtime = *world.runtime();
+  const auto wait = [&] { runtime.compute_stream().synchronize(); };
+  const auto options = at::TensorOptions().dtype(at::kLong).device(runtime.device());
+  const auto tokens = at::randint(config.base.vocabulary, {command.sequences, command.context}, options);
+  struct Mode {
+    const char* name;
+    pipeline::StepOptions options;
+  };
+  const std::vector<Mode> modes{
+      {"sequential", {.schedule = pipeline::Schedule::sequential, .delay_weights = false}},
+      {"1f1b", {}},
+      {"1f1b, weights not delayed", {.delay_weights = false}},
+      {"1f1b, early release", {.release_early = true}},
+      {"1f1b, gathers on demand", {.gather_ahead = 0}},
+  };
+  for (const Mode& mode : modes) {
+    const auto before = runtime.device_memory().in_use;
+    Run run(world, config, mode.options);
+    const auto step = [&] {
+      std::vector<pipeline::Microbatch> data(static_cast<std::size_t>(command.microbatches), {{tokens}, {tokens}});
+      run.driver->run(std::move(data));
+      for (auto* group : run.context->groups()) group->zero_gradients(/*set_to_none=*/true);
+    };
+    for (int i = 0; i < 3; ++i) step();
+    wait();
+    runtime.reset_device_peak();
+    step();
+    wait();
+    const auto peak = runtime.device_memory().peak - before;
+    std::vector<double> times;
+    for (int i = 0; i < command.rounds; ++i) {
+      const auto start = Clock::now();
+      step();
+      wait();
+      times.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
+    }
+    std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2), times.end());
+    trace::Recorder names;
+    const auto spans = profile_device(
+        [&] {
+          step();
+          wait();
+        },
+        names);
+    const auto report = trace::overlap_report(spans);
+    trace::Nanoseconds exchange = 0, hidden = 0;
+    int exchanges = 0;
+    for (const auto& collective : report.collectives) {
+      if (collective.span.kind != trace::Kind::all_to_all) continue;
+      ++exchanges;
+      exchange += collective.duration();
+      hidden += collective.hidden;
+    }
+    console::print(nlohmann::json{
+        {"bench", "schedule"},
+        {"preset", command.preset},
+        {"schedule", mode.name},
+        {"layers", command.layers},
+        {"tokens", command.sequences * command.context},
+        {"ranks", command.ranks},
+        {"microbatches", command.microbatches},
+        {"step_ms", times[times.size() / 2]},
+        {"exchanges", exchanges},
+        {"exchange_us", static_cast<double>(exchange) * 1e-3},
+        {"exchange_hidden", exchange > 0 ? static_cast<double>(hidden) / static_cast<double>(exchange) : 0},
+        {"exposed_us", static_cast<double>(report.exposed) * 1e-3},
+        {"compute_us", static_cast<double>(report.compute) * 1e-3},
+        {"peak_gib", static_cast<double>(peak.value()) / (1 << 30)},
+        {"peak_gathered_units", run.context->counters().peak_gathered_units}}
+                       .dump());
+    if (!command.trace.empty() && std::string(mode.name) == "1f1b") {
+      std::map<int, std::string> streams{{0, "compute"}};
+      for (const auto& span : spans) {
+        if (span.stream != 0) streams.try_emplace(span.stream, trace::to_string(span.kind));
+      }
+      trace::write_chrome_trace(command.trace, spans, 0, streams);
+    }
+  }
+  return 0;
+}
+
+}  // namespace fsdp::app

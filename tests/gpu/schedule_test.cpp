@@ -1,0 +1,88 @@
+// Mixtures of experts under the merged schedule on one GPU: rank 0 of several on a loopback.
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/randint.h>
+
+#include "fsdp/pipeline/step_driver.h"
+#include "models/moe_transformer.h"
+#include "tests/gpu/gpu.h"
+#include "tests/gpu/moe_gpu.h"
+
+namespace fsdp::testing {
+namespace {
+
+// Axes "edp" of one rank and "ep" of all, whose gathers and reductions are held up.
+DeviceMesh slow_moe_mesh(const World& world, std::int64_t gather_nanoseconds, std::int64_t reduce_nanoseconds) {
+  const DeviceMesh slow = slow_mesh(world, gather_nanoseconds, reduce_nanoseconds);
+  const std::vector<int> self{static_cast<int>(world.rank().value())};
+  const auto own = [&](const char* name, GroupUse use) { return world.create_communicator(self, name, use); };
+  return DeviceMesh(world, {"edp", "ep"},
+                    {{own("edp.gather", GroupUse::gather), own("edp.reduce", GroupUse::reduce)},
+                     {slow.communicator(0, Use::gather), slow.communicator(0, Use::reduce)}});
+}
+
+using pipeline::Schedule;
+
+TEST(GpuMoe, MergedEqualsSequentialAndTheCpu) {
+  const auto train = [](const World& world, const pipeline::StepOptions& options) {
+    MoeGpuRun run(world, DeviceMesh(world, {{"edp", 1}, {"ep", 1}}), options);
+    Sgd optimizer(*run.context, {.learning_rate = 0.1, .momentum = 0.9});
+    for (int step = 0; step < 3; ++step) {
+      run.driver->run(run.batches(3, static_cast<std::uint64_t>(step)));
+      optimizer.step(clip_grad_norm_(*run.context, 1.0));
+      optimizer.zero_grad();
+    }
+    return run.weights();
+  };
+  const auto cpu = train(World::single(), {.schedule = Schedule::sequential});
+  const World world = World::single({.device = DeviceKind::cuda});
+  const auto sequential = train(world, {.schedule = Schedule::sequential, .delay_weights = false});
+  for (std::size_t i = 0; i < cpu.size(); ++i) EXPECT_TRUE(at::allclose(sequential[i], cpu[i], 1e-4, 1e-5)) << i;
+  for (const bool delay : {false, true}) {
+    for (const bool early : {false, true}) {
+      const auto merged = train(world, {.delay_weights = delay, .release_early = early});
+      for (std::size_t i = 0; i < merged.size(); ++i)
+        EXPECT_TRUE(at::allclose(merged[i], sequential[i], 1e-5, 1e-6)) << i;  // attention's backward varies
+    }
+  }
+}
+
+// Spins on every stream in turn: a missing wait shows.
+TEST(GpuMoe, SpinsChangeNothing) {
+  constexpr std::int64_t kSpin = 1'500'000;  // ns
+  const World world = World::loopback({.size = 4});
+  const auto train = [&](std::int64_t gather, std::int64_t reduce) {
+    MoeGpuRun run(world, slow_moe_mesh(world, gather, reduce), {});
+    Sgd optimizer(*run.context, {.learning_rate = 0.1});
+    for (int step = 0; step < 2; ++step) {
+      run.driver->run(run.batches(3, static_cast<std::uint64_t>(step)));
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    return run.weights();
+  };
+  const auto expected = train(0, 0);
+  for (const auto& [gather, reduce] :
+       {std::pair(kSpin, std::int64_t{0}), std::pair(std::int64_t{0}, kSpin), std::pair(kSpin, kSpin)}) {
+    const auto got = train(gather, reduce);
+    for (std::size_t i = 0; i < got.size(); ++i)
+      EXPECT_TRUE(at::allclose(got[i], expected[i], 1e-5, 1e-6))
+          << i << ", gathers " << gather << ", reductions " << reduce;
+  }
+}
+
+TEST(GpuMoe, NothingGrowsOverSteps) {
+  const World world = World::loopback({.size = 4});
+  MoeGpuRun run(world, DeviceMesh(world, {{"edp", 2}, {"ep", 2}}), {});
+  AdamW optimizer(*run.context, {.learning_rate = 1e-3});
+  std::int64_t before = 0;
+  for (int step = 0; step < 200; ++step) {
+    run.driver->run(run.batches(4, static_cast<std::uint64_t>(step % 3)));
+    optimizer.step(clip_grad_norm_(*run.context, 1.0));
+    optimizer.zero_grad();
+    if (step == 20) before = world.runtime()->device_memory().in_use.value();
+  }
+  EXPECT_EQ(world.runtime()->device_memory().in_use.value(), before);
+}
+
+}  // namespace
+}  // namespace fsdp::testing
