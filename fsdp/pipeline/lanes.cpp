@@ -28,6 +28,13 @@ void Lanes::retire(std::vector<at::Tensor> tensors, Lane lane) {
   stream(lane).record(retired_.back().used);
 }
 
-void Lanes::drop_retired() { retired_.clear(); }
+void Lanes::drop_retired() {
+  if (exchange_ != nullptr) {  // the other way round as well: memory of exchanges may still be read by compute
+    Event here;
+    runtime_->compute_stream().record(here);
+    exchange_->stream().wait(here);
+  }
+  retired_.clear();
+}
 
 }  // namespace fsdp::pipeline

@@ -46,8 +46,23 @@ TEST(GpuMoe, MergedEqualsSequentialAndTheCpu) {
   }
 }
 
+// Attention by plain products, which give the same bits in every run.
+class PlainAttention {
+ public:
+  PlainAttention() { set(false); }
+  ~PlainAttention() { set(true); }
+
+ private:
+  static void set(bool fused) {
+    at::globalContext().setSDPUseFlash(fused);
+    at::globalContext().setSDPUseMemEfficient(fused);
+    at::globalContext().setSDPUseCuDNN(fused);
+  }
+};
+
 // Spins on every stream in turn: a missing wait shows.
-TEST(GpuMoe, SpinsChangeNothing) {
+TEST(GpuMoe, SpinsChangeNoBit) {
+  const PlainAttention plain;
   constexpr std::int64_t kSpin = 1'500'000;  // ns
   const World world = World::loopback({.size = 4});
   const auto train = [&](std::int64_t gather, std::int64_t reduce) {
@@ -61,12 +76,14 @@ TEST(GpuMoe, SpinsChangeNothing) {
     return run.weights();
   };
   const auto expected = train(0, 0);
+  expect_equal(train(0, 0), expected, "run again");
   for (const auto& [gather, reduce] :
        {std::pair(kSpin, std::int64_t{0}), std::pair(std::int64_t{0}, kSpin), std::pair(kSpin, kSpin)}) {
     const auto got = train(gather, reduce);
     for (std::size_t i = 0; i < got.size(); ++i)
-      EXPECT_TRUE(at::allclose(got[i], expected[i], 1e-5, 1e-6))
-          << i << ", gathers " << gather << ", reductions " << reduce;
+      EXPECT_TRUE(at::equal(got[i], expected[i]))
+          << i << ", gathers " << gather << ", reductions " << reduce << ": differs by "
+          << (got[i] - expected[i]).abs().max().item<double>();
   }
 }
 
@@ -81,7 +98,8 @@ TEST(GpuMoe, NothingGrowsOverSteps) {
     optimizer.zero_grad();
     if (step == 20) before = world.runtime()->device_memory().in_use.value();
   }
-  EXPECT_EQ(world.runtime()->device_memory().in_use.value(), before);
+  // What exchanges hold until they are seen to be over depends on the last tokens.
+  EXPECT_LE(world.runtime()->device_memory().in_use.value(), before + (64 << 10));
 }
 
 }  // namespace

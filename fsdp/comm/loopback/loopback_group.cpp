@@ -100,6 +100,7 @@ class LoopbackGroup final : public CommunicatorBackend {
         const std::int64_t mine = (*c.send_counts)[0] * width;
         const std::int64_t all =
             std::accumulate(c.receive_counts->begin(), c.receive_counts->end(), std::int64_t{0}) * width;
+        if (mine == 0 && all > 0) FSDP_CUDA_CHECK(cudaMemsetAsync(receive, 0, static_cast<std::size_t>(all), stream));
         for (std::int64_t to = 0; mine > 0 && to < all; to += mine)
           add_copy(receive + to, send, std::min(mine, all - to));
         break;
