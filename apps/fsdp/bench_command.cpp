@@ -55,6 +55,9 @@ void BenchCommand::add_to(CLI::App& app) {
   schedule_->add_option("--sequences", schedule.sequences)->check(CLI::Range(1, 4096));
   schedule_->add_option("--context", schedule.context)->check(CLI::Range(16, 1 << 20));
   schedule_->add_option("--ranks", schedule.ranks, "Ranks of the loopback")->check(CLI::Range(1, 4096));
+  schedule_->add_flag("--simulated", schedule.simulated, "On the virtual clock, without a GPU");
+  schedule_->add_option("--link", schedule.link_gigabytes_per_second, "GB/s of the virtual clock's links")
+      ->check(CLI::PositiveNumber);
   schedule_->add_option("--microbatches", schedule.microbatches)->check(CLI::Range(1, 1024));
   schedule_->add_option("--rounds", schedule.rounds)->check(CLI::Range(1, 100000));
   schedule_->add_option("--trace", schedule.trace, "Write one merged step as a Chrome trace to this file");

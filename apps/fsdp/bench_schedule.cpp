@@ -1,5 +1,6 @@
 #include "apps/fsdp/bench_schedule.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/randint.h>
 
 #include <algorithm>
@@ -7,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <string>
 #include <vector>
 
 #include "apps/fsdp/console.h"
@@ -23,16 +25,39 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+struct Mode {
+  const char* name;
+  pipeline::StepOptions options;
+};
+
+std::vector<Mode> modes() {
+  return {
+      {"sequential", {.schedule = pipeline::Schedule::sequential, .delay_weights = false}},
+      {"1f1b", {}},
+      {"1f1b, weights not delayed", {.delay_weights = false}},
+      {"1f1b, early release", {.release_early = true}},
+      {"1f1b, gathers on demand", {.gather_ahead = 0}},
+  };
+}
+
 struct Run {
-  Run(const World& world, const models::MoeConfig& config, const pipeline::StepOptions& options)
+  Run(const World& world, const models::MoeConfig& config, const pipeline::StepOptions& options,
+      const ContextOptions& context_options = {})
       : mesh(world, {{"edp", 1}, {"ep", world.size()}}),
         model(std::make_shared<models::MoeTransformer>(config, mesh)),
-        context(FsdpContext::create(mesh)) {
+        context(FsdpContext::create(mesh, context_options)) {
     UnitOptions unit;
     unit.mixed_precision.param_dtype = at::kBFloat16;
     model->shard(*context, unit);
-    context->materialize(model->initializer());
+    if (world.runtime()->device().is_meta())
+      context->finalize();
+    else
+      context->materialize(model->initializer());
     driver = std::make_unique<pipeline::StepDriver>(context, model, options);
+  }
+  void step(int microbatches, const at::Tensor& tokens) {
+    driver->run(std::vector<pipeline::Microbatch>(static_cast<std::size_t>(microbatches), {{tokens}, {tokens}}));
+    for (auto* group : context->groups()) group->zero_gradients(/*set_to_none=*/true);
   }
   DeviceMesh mesh;
   std::shared_ptr<models::MoeTransformer> model;
@@ -40,39 +65,73 @@ struct Run {
   std::unique_ptr<pipeline::StepDriver> driver;
 };
 
-}  // namespace
+nlohmann::json describe(const BenchScheduleCommand& command, const Mode& mode, const std::vector<trace::Span>& spans,
+                        const Run& run) {
+  const auto report = trace::overlap_report(spans);
+  trace::Nanoseconds exchange = 0, hidden = 0;
+  int exchanges = 0;
+  for (const auto& collective : report.collectives) {
+    if (collective.span.kind != trace::Kind::all_to_all) continue;
+    ++exchanges;
+    exchange += collective.duration();
+    hidden += collective.hidden;
+  }
+  return {{"bench", "schedule"},
+          {"preset", command.preset},
+          {"clock", command.simulated ? "virtual" : "device"},
+          {"schedule", mode.name},
+          {"layers", command.layers},
+          {"tokens", command.sequences * command.context},
+          {"ranks", command.ranks},
+          {"microbatches", command.microbatches},
+          {"exchanges", exchanges},
+          {"exchange_us", static_cast<double>(exchange) * 1e-3},
+          {"exchange_hidden", exchange > 0 ? static_cast<double>(hidden) / static_cast<double>(exchange) : 0},
+          {"exposed_us", static_cast<double>(report.exposed) * 1e-3},
+          {"compute_us", static_cast<double>(report.compute) * 1e-3},
+          {"elapsed_us", static_cast<double>(report.elapsed) * 1e-3},
+          {"peak_gathered_units", run.context->counters().peak_gathered_units}};
+}
 
-int bench_schedule(const BenchScheduleCommand& command) {
-  auto found = models::find_moe_preset(command.preset);
-  FSDP_CHECK(found && found->experts > 0, UsageError, "--preset: expected a mixture of experts, got \"{}\"",
-             command.preset);
-  models::MoeConfig config = *found;
-  config.base.layers = command.layers;
-  config.base.max_context = std::max(config.base.max_context, command.context);
+void write_trace(const BenchScheduleCommand& command, const Mode& mode, const std::vector<trace::Span>& spans) {
+  if (command.trace.empty() || std::string(mode.name) != "1f1b") return;
+  std::map<int, std::string> streams{{0, "compute"}};
+  for (const auto& span : spans) {
+    if (span.stream != 0) streams.try_emplace(span.stream, trace::to_string(span.kind));
+  }
+  trace::write_chrome_trace(command.trace, spans, 0, streams);
+}
+
+int on_virtual_clock(const BenchScheduleCommand& command, const models::MoeConfig& config) {
+  CostModel costs;
+  costs.link_bytes_per_second = command.link_gigabytes_per_second * 1e9;
+  for (const Mode& mode : modes()) {
+    const World world = World::simulated(command.ranks, costs);
+    const auto recorder = std::make_shared<trace::Recorder>();
+    Run run(world, config, mode.options, {.recorder = recorder});
+    const auto tokens =
+        at::empty({command.sequences, command.context}, at::TensorOptions().dtype(at::kLong).device(at::kMeta));
+    for (int step = 0; step < 2; ++step) {  // the second is steady
+      recorder->clear();
+      run.step(command.microbatches, tokens);
+    }
+    const auto spans = recorder->spans();
+    console::print(describe(command, mode, spans, run).dump());
+    write_trace(command, mode, spans);
+  }
+  return 0;
+}
+
+int on_device(const BenchScheduleCommand& command, const models::MoeConfig& config) {
   const World world = World::loopback({.size = command.ranks, .mode = LoopbackOptions::Mode::link});
   Runtime& runtime = *world.runtime();
   const auto wait = [&] { runtime.compute_stream().synchronize(); };
   const auto options = at::TensorOptions().dtype(at::kLong).device(runtime.device());
   const auto tokens = at::randint(config.base.vocabulary, {command.sequences, command.context}, options);
-  struct Mode {
-    const char* name;
-    pipeline::StepOptions options;
-  };
-  const std::vector<Mode> modes{
-      {"sequential", {.schedule = pipeline::Schedule::sequential, .delay_weights = false}},
-      {"1f1b", {}},
-      {"1f1b, weights not delayed", {.delay_weights = false}},
-      {"1f1b, early release", {.release_early = true}},
-      {"1f1b, gathers on demand", {.gather_ahead = 0}},
-  };
-  for (const Mode& mode : modes) {
+  for (const Mode& mode : modes()) {
     const auto before = runtime.device_memory().in_use;
     Run run(world, config, mode.options);
-    const auto step = [&] {
-      std::vector<pipeline::Microbatch> data(static_cast<std::size_t>(command.microbatches), {{tokens}, {tokens}});
-      run.driver->run(std::move(data));
-      for (auto* group : run.context->groups()) group->zero_gradients(/*set_to_none=*/true);
-    };
+    const auto step = [&] { run.step(command.microbatches, tokens); };
     for (int i = 0; i < 3; ++i) step();
     wait();
     runtime.reset_device_peak();
@@ -94,41 +153,25 @@ int bench_schedule(const BenchScheduleCommand& command) {
           wait();
         },
         names);
-    const auto report = trace::overlap_report(spans);
-    trace::Nanoseconds exchange = 0, hidden = 0;
-    int exchanges = 0;
-    for (const auto& collective : report.collectives) {
-      if (collective.span.kind != trace::Kind::all_to_all) continue;
-      ++exchanges;
-      exchange += collective.duration();
-      hidden += collective.hidden;
-    }
-    console::print(nlohmann::json{
-        {"bench", "schedule"},
-        {"preset", command.preset},
-        {"schedule", mode.name},
-        {"layers", command.layers},
-        {"tokens", command.sequences * command.context},
-        {"ranks", command.ranks},
-        {"microbatches", command.microbatches},
-        {"step_ms", times[times.size() / 2]},
-        {"exchanges", exchanges},
-        {"exchange_us", static_cast<double>(exchange) * 1e-3},
-        {"exchange_hidden", exchange > 0 ? static_cast<double>(hidden) / static_cast<double>(exchange) : 0},
-        {"exposed_us", static_cast<double>(report.exposed) * 1e-3},
-        {"compute_us", static_cast<double>(report.compute) * 1e-3},
-        {"peak_gib", static_cast<double>(peak.value()) / (1 << 30)},
-        {"peak_gathered_units", run.context->counters().peak_gathered_units}}
-                       .dump());
-    if (!command.trace.empty() && std::string(mode.name) == "1f1b") {
-      std::map<int, std::string> streams{{0, "compute"}};
-      for (const auto& span : spans) {
-        if (span.stream != 0) streams.try_emplace(span.stream, trace::to_string(span.kind));
-      }
-      trace::write_chrome_trace(command.trace, spans, 0, streams);
-    }
+    auto line = describe(command, mode, spans, run);
+    line["step_ms"] = times[times.size() / 2];
+    line["peak_gib"] = static_cast<double>(peak.value()) / (1 << 30);
+    console::print(line.dump());
+    write_trace(command, mode, spans);
   }
   return 0;
+}
+
+}  // namespace
+
+int bench_schedule(const BenchScheduleCommand& command) {
+  auto found = models::find_moe_preset(command.preset);
+  FSDP_CHECK(found && found->experts > 0, UsageError, "--preset: expected a mixture of experts, got \"{}\"",
+             command.preset);
+  models::MoeConfig config = *found;
+  config.base.layers = command.layers;
+  config.base.max_context = std::max(config.base.max_context, command.context);
+  return command.simulated ? on_virtual_clock(command, config) : on_device(command, config);
 }
 
 }  // namespace fsdp::app

@@ -59,6 +59,30 @@ at::Tensor transpose_pieces(const at::Tensor& rows, const std::vector<std::vecto
   return at::cat(pieces);
 }
 
+// As one node: the gradient of a piece of rows, left to autograd, is as large as all rows.
+struct Regroup : torch::autograd::Function<Regroup> {
+  struct Pieces : torch::CustomClassHolder {
+    std::vector<std::vector<std::int64_t>> sizes;
+    bool back = false;
+  };
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& rows,
+                            const c10::intrusive_ptr<Pieces>& pieces) {
+    context->saved_data["pieces"] = c10::IValue::make_capsule(pieces);
+    return transpose_pieces(rows, pieces->sizes, pieces->back);
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const auto pieces = c10::static_intrusive_pointer_cast<Pieces>(context->saved_data["pieces"].toCapsule());
+    return {transpose_pieces(gradients[0], pieces->sizes, !pieces->back), at::Tensor()};
+  }
+};
+
+at::Tensor regroup(const at::Tensor& rows, const ExchangeCounts& counts, bool back) {
+  auto pieces = c10::make_intrusive<Regroup::Pieces>();
+  pieces->sizes = counts.received_by_expert;
+  pieces->back = back;
+  return Regroup::apply(rows, pieces);
+}
+
 }  // namespace
 
 std::vector<std::int64_t> ExchangeCounts::rows_by_expert() const {
@@ -232,11 +256,11 @@ bool grouped_as_received(const ExchangeCounts& counts) {
 }
 
 at::Tensor group_by_expert(const at::Tensor& rows, const ExchangeCounts& counts) {
-  return grouped_as_received(counts) ? rows : transpose_pieces(rows, counts.received_by_expert, /*back=*/false);
+  return grouped_as_received(counts) ? rows : regroup(rows, counts, /*back=*/false);
 }
 
 at::Tensor ungroup_by_rank(const at::Tensor& rows, const ExchangeCounts& counts) {
-  return grouped_as_received(counts) ? rows : transpose_pieces(rows, counts.received_by_expert, /*back=*/true);
+  return grouped_as_received(counts) ? rows : regroup(rows, counts, /*back=*/true);
 }
 
 }  // namespace fsdp::moe

@@ -24,7 +24,7 @@ done < <(grep -rnoP '^#include "\K(fsdp|models)/[^"]+' "$prefix/include")
 options=(-G Ninja -DCMAKE_BUILD_TYPE=Release "-DCMAKE_PREFIX_PATH=$prefix")
 if command -v ccache >/dev/null; then options+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache); fi
 if [ -n "$sanitizers" ]; then options+=("-DCMAKE_CXX_FLAGS=-fsanitize=$sanitizers"); fi
-for example in quickstart finetune; do
+for example in quickstart finetune moe_1f1b; do
   cp -r "$source_folder/examples/$example" "$work/$example"
   cmake -S "$work/$example" -B "$work/build/$example" "${options[@]}" || fail "find_package(fsdp) in a project of its own"
   cmake --build "$work/build/$example" || fail "building $example against the installed package"
