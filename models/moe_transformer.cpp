@@ -106,8 +106,17 @@ void MoeTransformer::shard(FsdpContext& context, const UnitOptions& options) {
     const auto& name = options.placements.name;
     if (name == "zero1") return zero1(over);
     if (name == "zero2") return zero2(over);
-    FSDP_CHECK(name == "zero3", UsageError, "a mixture of experts is sharded by zero1, zero2 or zero3, not {}", name);
-    return zero3(over);
+    FSDP_CHECK(name == "zero3" || name == "hsdp", UsageError,
+               "a mixture of experts is sharded by zero1, zero2, zero3 or hsdp, not {}", name);
+    Strategy s = zero3(over);
+    if (name == "hsdp") {  // copies over the first axis
+      FSDP_CHECK(expert_axes.size() > 1, UsageError,
+                 "hsdp of a mixture of experts needs a mesh with an axis of copies before the others");
+      s.name = name;
+      s.parameter[0] = s.optimizer[0] = Placement::replicate;
+      s.gradient[0] = Placement::partial;
+    }
+    return s;
   };
   dense.placements = strategy(axes);
   UnitOptions expert = dense;

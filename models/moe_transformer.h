@@ -66,7 +66,8 @@ class MoeTransformer final : public pipeline::StagedModel {
   ~MoeTransformer() override;
 
   // Every layer's experts a unit, every layer a unit, then embedding, last norm and head. `options`: strategy names
-  // ("zero1", "zero2", "zero3") and dtypes; axes, divisors and hooks are set here.
+  // ("zero1", "zero2", "zero3"; "hsdp": zero3 with copies over the mesh's first axis) and dtypes; axes, divisors and
+  // hooks are set here.
   void shard(FsdpContext& context, const UnitOptions& options);
   // Values that depend on seed, layer and expert alone, not on how experts are spread.
   [[nodiscard]] InitFunction initializer() const;

@@ -15,6 +15,9 @@ ROW, GAP, LEFT, TOP = 26, 8, 90, 40
 COLOURS = {"compute": "#7a9cc6", "all_gather": "#5aa469", "reduce_scatter": "#d08c3c", "all_reduce": "#d08c3c",
            "all_to_all": "#a05195", "unit": "#c8c8c8"}
 
+# Nodes of docs/one_f_one_b.md.
+EXCHANGES = {"dispatch": "D.f", "combine": "C.f", "dispatch_backward": "D.b", "combine_backward": "C.b"}
+
 
 def fail(message):
     sys.exit(f"draw_timeline.py: {message}")
@@ -44,6 +47,17 @@ def rows_of(spans):
     return [tid for tid in sorted(kinds, key=rank) if tid == 0 or kinds[tid] != {"unit"}]
 
 
+def merged(spans, gap):
+    """Compute without its seams: what follows within `gap` us becomes one span."""
+    result = []
+    for span in (s for s in spans if s["tid"] == 0 and s["cat"] == "compute"):
+        if result and span["ts"] - result[-1]["ts"] - result[-1]["dur"] <= gap:
+            result[-1]["dur"] = max(result[-1]["dur"], span["ts"] + span["dur"] - result[-1]["ts"])
+        else:
+            result.append(dict(span, name="compute"))
+    return result + [s for s in spans if s["tid"] != 0]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace")
@@ -60,6 +74,7 @@ def main():
     if end <= options.begin:
         fail(f"--to {end} is not after --from {options.begin}")
     rows = rows_of(spans)
+    spans = merged(spans, 1000 * (end - options.begin) / options.width)
     scale = (options.width - LEFT - 10) / (end - options.begin)
     height = TOP + len(rows) * (ROW + GAP) + 30
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{options.width}" height="{height}" '
@@ -85,7 +100,8 @@ def main():
             title = f'{span["name"]}: {ms:.3f} ms, {1000 * length:.0f} us'
             out.append(f'<rect x="{left:.1f}" y="{y}" width="{max(right - left, 0.6):.1f}" height="{ROW}" '
                        f'fill="{COLOURS[span["cat"]]}" stroke="white" stroke-width="0.4"><title>{html.escape(title)}</title></rect>')
-            label = span["name"].split(":")[1] if span["name"].startswith("FSDP:") else ""
+            words = span["name"].split(":")
+            label = "" if words[0] != "FSDP" else EXCHANGES.get(words[2], "") if words[1] == "experts" else words[1]
             if label and right - left > 6 * len(label):
                 out.append(f'<text x="{left + 2:.1f}" y="{y + 17}" fill="white">{html.escape(label)}</text>')
             elif label and right - left > 4:

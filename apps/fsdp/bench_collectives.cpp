@@ -12,6 +12,7 @@
 
 #include "apps/fsdp/console.h"
 #include "fsdp/base/check.h"
+#include "fsdp/mesh/cuda_world.h"
 #include "fsdp/mesh/spawn_ranks.h"
 #include "fsdp/mesh/world.h"
 #include "fsdp/runtime/kernels.h"
@@ -123,6 +124,7 @@ class Bench {
 }  // namespace
 
 int bench_collectives(const BenchCollectivesCommand& command) {
+  static_cast<void>(uses_cuda(DeviceKind::cuda));  // says once why it cannot be
   if (const auto code = spawn_ranks(command.ranks)) return *code;
   const World world = World::from_environment({.device = DeviceKind::cuda, .deadline = std::chrono::seconds(60)});
   FSDP_CHECK(world.size() > 1, UsageError, "fsdp bench collectives: one rank has nothing to exchange");

@@ -54,7 +54,7 @@ void BenchCommand::add_to(CLI::App& app) {
   schedule_->add_option("--layers", schedule.layers)->check(CLI::Range(1, 1000));
   schedule_->add_option("--sequences", schedule.sequences)->check(CLI::Range(1, 4096));
   schedule_->add_option("--context", schedule.context)->check(CLI::Range(16, 1 << 20));
-  schedule_->add_option("--ranks", schedule.ranks, "Ranks of the loopback")->check(CLI::Range(1, 4096));
+  schedule_->add_option("--ranks", schedule.ranks, "Ranks that share the experts")->check(CLI::Range(2, 4096));
   schedule_->add_flag("--simulated", schedule.simulated, "On the virtual clock, without a GPU");
   schedule_->add_option("--link", schedule.link_gigabytes_per_second, "GB/s of the virtual clock's links")
       ->check(CLI::PositiveNumber);

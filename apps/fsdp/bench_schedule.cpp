@@ -170,6 +170,9 @@ int bench_schedule(const BenchScheduleCommand& command) {
              command.preset);
   models::MoeConfig config = *found;
   config.base.layers = command.layers;
+  FSDP_CHECK(command.layers > config.dense_layers, UsageError,
+             "--layers: the first {} layers of {} have no experts; expected at least {}, got {}", config.dense_layers,
+             command.preset, config.dense_layers + 1, command.layers);
   config.base.max_context = std::max(config.base.max_context, command.context);
   return command.simulated ? on_virtual_clock(command, config) : on_device(command, config);
 }

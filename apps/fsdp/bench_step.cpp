@@ -17,6 +17,7 @@
 #include "apps/fsdp/console.h"
 #include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
+#include "fsdp/mesh/cuda_world.h"
 #include "fsdp/mesh/device_mesh.h"
 #include "fsdp/mesh/spawn_ranks.h"
 
@@ -297,6 +298,7 @@ StepMeasurement measure_steps(const BenchStepCommand& command) {
                UsageError, "--modes: expected bare, sharded or control, each with +graph at will; got \"{}\"", name);
   }
   if (command.nccl) {
+    static_cast<void>(uses_cuda(DeviceKind::cuda));  // says once why it cannot be
     if (const auto code = spawn_ranks(command.ranks)) return {code, {}};
   }
   const World world =

@@ -4,6 +4,7 @@
 #include <set>
 
 #include "fsdp/base/check.h"
+#include "models/presets.h"
 
 namespace fsdp::app {
 namespace {
@@ -71,6 +72,23 @@ void validate_moe(const TrainConfig& config) {
              parallel.expert_ranks);
   FSDP_CHECK(parallel.strategy == "zero1" || parallel.strategy == "zero2" || parallel.strategy == "zero3", UsageError,
              "parallel.strategy: a mixture of experts is sharded by zero1, zero2 or zero3, got {}", parallel.strategy);
+  FSDP_CHECK(
+      config.model.moe.dense_layers < config.model.shape.layers, UsageError,
+      "model.dense_layers: expected fewer than model.layers = {}, got {}; for a dense model set model.experts = 0",
+      config.model.shape.layers, config.model.moe.dense_layers);
+  const ParallelConfig defaults;
+  const auto fixed = [](const char* key, bool is_default) {
+    FSDP_CHECK(
+        is_default, UsageError,
+        "{}: not with a mixture of experts, whose schedule gathers, keeps and reduces units by itself; leave it out",
+        key);
+  };
+  fixed("parallel.reshard", parallel.reshard == defaults.reshard);
+  fixed("parallel.keep_last", parallel.keep_last == defaults.keep_last);
+  fixed("parallel.keep_first", parallel.keep_first == defaults.keep_first);
+  fixed("parallel.reduction_delay", parallel.reduction_delay == defaults.reduction_delay);
+  FSDP_CHECK(parallel.prefetch == "depth" || parallel.prefetch == "none", UsageError,
+             "parallel.prefetch: expected depth or none with a mixture of experts, got {}", parallel.prefetch);
   FSDP_CHECK(!config.run.capture, UsageError,
              "run.capture: a step of a mixture of experts cannot be captured, for the host must know how many tokens "
              "each expert gets");
@@ -78,6 +96,26 @@ void validate_moe(const TrainConfig& config) {
       !config.data.mask_document_starts, UsageError,
       "data.mask_document_starts: not with a mixture of experts; its microbatches' losses are means over equally "
       "many targets");
+}
+
+// Whoever sets them means a mixture, and has forgotten that it needs experts.
+void refuse_keys_of_mixtures(const TrainConfig& config) {
+  const models::MoeConfig &set = config.model.moe, preset = *models::find_moe_preset(config.model.preset);
+  const ParallelConfig &parallel = config.parallel, defaults;
+  const auto unset = [](const char* key, bool is_default) {
+    FSDP_CHECK(is_default, UsageError, "{} is of mixtures of experts, but model.experts is 0: set it, or leave {} out",
+               key, key);
+  };
+  unset("model.top_k", set.top_k == preset.top_k);
+  unset("model.expert_width", set.expert_width == preset.expert_width);
+  unset("model.shared_width", set.shared_width == preset.shared_width);
+  unset("model.dense_layers", set.dense_layers == preset.dense_layers);
+  unset("model.auxiliary_loss", set.auxiliary_loss == preset.auxiliary_loss);
+  unset("model.bias_rate", set.bias_rate == preset.bias_rate);
+  unset("parallel.expert_ranks", parallel.expert_ranks == defaults.expert_ranks);
+  unset("parallel.schedule", parallel.schedule == defaults.schedule);
+  unset("parallel.delay_weight_gradients", parallel.delay_weight_gradients == defaults.delay_weight_gradients);
+  unset("parallel.release_early", parallel.release_early == defaults.release_early);
 }
 
 }  // namespace
@@ -92,7 +130,10 @@ void validate_train_config(const TrainConfig& config) {
              "run.batch: expected a multiple of ranks x microbatches = {} x {} = {}, got {}", run.ranks,
              run.microbatches, run.ranks * run.microbatches, run.batch);
 
-  if (config.model.moe.experts > 0) validate_moe(config);
+  if (config.model.moe.experts > 0)
+    validate_moe(config);
+  else
+    refuse_keys_of_mixtures(config);
   const auto axes = mesh_axes(config);
   const bool hybrid = config.parallel.strategy == "hsdp" || config.parallel.strategy == "hfsdp";
   FSDP_CHECK(!hybrid || axes.size() == 2, UsageError,

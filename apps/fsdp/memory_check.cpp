@@ -25,19 +25,29 @@ std::int64_t memory_of_machine() {
 }  // namespace
 
 std::int64_t resting_bytes(const TrainConfig& config) {
-  const auto parameters = parameter_count(config);
   const auto axes = mesh_axes(config);
   std::int64_t all = 1;
   for (const auto& axis : axes) all *= axis.size;
   const auto& strategy = config.parallel.strategy;
-  const std::int64_t inner = strategy == "hsdp" ? axes.back().size : all;
-  // Over how many ranks each is sharded.
-  const std::int64_t weights = strategy == "zero3" || strategy == "hfsdp" || strategy == "hsdp" ? inner : 1;
-  const std::int64_t gradients = strategy == "ddp" || strategy == "zero1" ? 1 : inner;
-  const std::int64_t state = strategy == "ddp" ? 1 : strategy == "hsdp" ? inner : all;
   const std::int64_t state_bytes = config.optimizer.name == "adamw" ? 8 : config.optimizer.momentum > 0 ? 4 : 0;
   const std::int64_t low_precision = config.parallel.param_dtype == "bf16" ? 2 : 0;
-  return parameters * (4 + low_precision) / weights + parameters * 4 / gradients + parameters * state_bytes / state;
+  // Parameters that are sharded over so many ranks, of which so many make a piece of hsdp.
+  const auto bytes = [&](std::int64_t parameters, std::int64_t over, std::int64_t inner) {
+    const std::int64_t weights = strategy == "zero3" || strategy == "hfsdp" || strategy == "hsdp" ? inner : 1;
+    const std::int64_t gradients = strategy == "ddp" || strategy == "zero1" ? 1 : inner;
+    const std::int64_t state = strategy == "ddp" ? 1 : strategy == "hsdp" ? inner : over;
+    return parameters * (4 + low_precision) / weights + parameters * 4 / gradients + parameters * state_bytes / state;
+  };
+  const auto parameters = parameter_count(config);
+  if (config.model.moe.experts == 0) return bytes(parameters, all, strategy == "hsdp" ? axes.back().size : all);
+  const models::MoeConfig moe = moe_config(config);
+  const std::int64_t of_layer = moe.experts * 3 * moe.base.width * moe.expert_width;
+  const std::int64_t experts = (moe.base.layers - moe.dense_layers) * of_layer;
+  // Experts are spread over the expert ranks whatever the strategy. A layer's are in memory whole while it computes,
+  // with their gradients.
+  const std::int64_t element = config.parallel.param_dtype == "bf16" ? 2 : 4;
+  return bytes(parameters - experts, all, all) + bytes(experts / axes[1].size, axes[0].size, axes[0].size) +
+         of_layer / axes[1].size * 2 * element;
 }
 
 void check_memory(const TrainConfig& config, int local_ranks) {

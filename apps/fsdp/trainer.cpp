@@ -228,7 +228,7 @@ void Trainer::sample() {
     prompt.assign(held_out.tokens.begin(),
                   held_out.tokens.begin() + std::min<std::int64_t>(kPromptTokens, held_out.context));
   }
-  const auto stop = [this] { return agreement_.sum({interrupted() ? 1.0 : 0.0})[0] > 0; };
+  const auto stop = [this] { return result_.interrupted = agreement_.sum({interrupted() ? 1.0 : 0.0})[0] > 0; };
   const auto added = models::sample_tokens([this](const at::Tensor& tokens) { return model_->logits(tokens); }, prompt,
                                            {.length = run.sample_length,
                                             .context = std::min(run.context, config_.model.shape.max_context),

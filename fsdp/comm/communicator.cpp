@@ -11,8 +11,11 @@
 namespace fsdp {
 
 std::string describe(const Collective& operation) {
+  std::int64_t count = operation.count;  // of an exchange: what this rank sends
+  if (operation.send_counts)
+    count = std::accumulate(operation.send_counts->begin(), operation.send_counts->end(), std::int64_t{0});
   return fmt::format("{} \"{}\" #{} of {} {}", trace::to_string(operation.kind), operation.label, operation.sequence,
-                     operation.count, c10::toString(operation.dtype));
+                     count, c10::toString(operation.dtype));
 }
 
 Communicator::Communicator(std::shared_ptr<CommunicatorBackend> backend, std::shared_ptr<Runtime> runtime, Rank rank,

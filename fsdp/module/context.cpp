@@ -85,6 +85,10 @@ FsdpContext::MicrobatchScope FsdpContext::microbatch(const MicrobatchOptions& op
   return {*scheduler_, options};
 }
 
+FsdpContext::StepScope::StepScope(Scheduler& scheduler) : scheduler_(scheduler) { scheduler_.declare_step(true); }
+FsdpContext::StepScope::~StepScope() { scheduler_.declare_step(false); }
+const MicrobatchOptions& FsdpContext::current_microbatch() const { return scheduler_->microbatch(); }
+
 FsdpContext::CapturedStep FsdpContext::capture(const std::function<at::Tensor()>& step) {
   finalize();
   scheduler_->check_idle("capture");

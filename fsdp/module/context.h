@@ -94,6 +94,21 @@ class FsdpContext : public std::enable_shared_from_this<FsdpContext> {
   MicrobatchScope microbatch(const MicrobatchOptions& options);
   MicrobatchScope no_sync() { return microbatch({.is_last = false}); }
 
+  // Caller-driven mode: weights do not change while it lives, so only its first gather waits for what the current
+  // stream was given before.
+  class [[nodiscard]] StepScope {
+   public:
+    explicit StepScope(Scheduler& scheduler);
+    ~StepScope();
+    StepScope(const StepScope&) = delete;
+    StepScope& operator=(const StepScope&) = delete;
+
+   private:
+    Scheduler& scheduler_;
+  };
+  StepScope step_scope() { return StepScope(*scheduler_); }
+  [[nodiscard]] const MicrobatchOptions& current_microbatch() const;
+
   // Caller-driven mode: orders the current stream after every reduction of the step, once, before clip and optimizer.
   // Throws UsageError naming a unit with half its gradients, or with gradients that nobody reduced.
   void finish_grad_sync();

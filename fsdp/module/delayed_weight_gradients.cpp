@@ -2,6 +2,9 @@
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <utility>
 
@@ -32,6 +35,10 @@ std::shared_ptr<DelayedWeightGradients::Queue> DelayedWeightGradients::current(c
       "DelayedWeightGradients: unit \"{}\" is not caller-driven, so the end of a backward would reduce it without "
       "the delayed gradients: set UnitOptions::register_hooks to false",
       unit.name());
+  FSDP_CHECK(
+      torch::autograd::impl::hooks(weight).empty() && torch::autograd::impl::post_acc_grad_hooks(weight) == nullptr,
+      UsageError, "DelayedWeightGradients: a weight of unit \"{}\" has hooks, which a delayed gradient would not run",
+      unit.name());
   return current_owner->queue_;
 }
 
@@ -39,6 +46,8 @@ void DelayedWeightGradients::leave(Queue& queue, Product product) {
   FSDP_CHECK(!at::GradMode::is_enabled(), UsageError,
              "a backward with create_graph reached a linear map whose weight gradient is delayed: run its forward "
              "outside of the scope of DelayedWeightGradients");
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  if (chosen != nullptr && !chosen->empty()) return;  // gradients for chosen inputs only
   queue.push_back(std::move(product));
 }
 

@@ -35,6 +35,7 @@ void FsdpModule::set_name(const std::string& name) {
 }
 
 void FsdpModule::unshard(std::optional<Phase> prefetch) { scheduler_.unshard(*this, prefetch); }
+bool FsdpModule::ready() const { return scheduler_.current(*this); }
 void FsdpModule::gather() { scheduler_.gather(*this); }
 void FsdpModule::reshard() { scheduler_.reshard(*this); }
 void FsdpModule::reduce_gradients() { scheduler_.reduce(*this); }

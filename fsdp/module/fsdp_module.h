@@ -39,6 +39,7 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
   [[nodiscard]] const UnitOptions& options() const { return options_; }
   [[nodiscard]] const std::vector<std::unique_ptr<FsdpParameterGroup>>& groups() const { return groups_; }
   [[nodiscard]] bool gathered() const { return gathered_; }               // or on its way
+  [[nodiscard]] bool ready() const;                                       // gathered with the weights of this step
   [[nodiscard]] Bytes gathered_bytes() const { return gathered_bytes_; }  // while gathered, beyond what rests
 
   // Gathers the weights unless they are gathered or on their way; in every case the current stream waits for this

@@ -313,15 +313,22 @@ bool Scheduler::waited_for(const FsdpModule& unit) const {
          std::all_of(unit.lenders_.begin(), unit.lenders_.end(), [](auto* lender) { return lender->waited_; });
 }
 
-// A caller-driven step has no outermost forward: its first gather begins the epoch, finish_grad_sync ends it. Gathers
-// in between wait for no compute.
+// A caller-driven step has no outermost forward: its first gather begins the epoch, finish_grad_sync ends it. In a step
+// that was declared, later gathers wait for no compute.
 void Scheduler::begin_use_by_caller(const FsdpModule& unit) {
   if (!finalized_) finalize();
   if (forward_depth_ > 0 || backward_active_) return;
   const bool driven = !unit.options().register_hooks;
-  if (driven && !weights_may_change_) return;
+  if (driven && step_has_begun_) return;
   begin_epoch_if_needed();
-  if (driven) weights_may_change_ = false;
+  if (!driven) return;
+  weights_may_change_ = false;
+  step_has_begun_ = step_declared_;
+}
+
+void Scheduler::declare_step(bool under_way) {
+  step_declared_ = under_way;
+  step_has_begun_ = false;
 }
 
 void Scheduler::unshard(FsdpModule& unit, std::optional<Phase> prefetch) {

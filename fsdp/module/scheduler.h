@@ -54,6 +54,8 @@ class Scheduler {
   // Primitives.
   void unshard(FsdpModule& unit, std::optional<Phase> prefetch);
   void gather(FsdpModule& unit);  // no stream waits
+  void declare_step(bool under_way);
+  [[nodiscard]] bool current(const FsdpModule& unit) const;  // its weights, and those it borrows, are on their way
   void reshard(FsdpModule& unit);
   void end_scope(FsdpModule& unit);                              // its weights were gathered for reading
   [[nodiscard]] bool in_use(const FsdpModule& unit) const;       // by a forward, or kept for a backward to come
@@ -132,8 +134,7 @@ class Scheduler {
   void need(FsdpModule& unit, std::optional<Phase> phase);
   void pay_prefetch();
   void prefetch_after(FsdpModule& unit, Phase phase);
-  [[nodiscard]] bool current(const FsdpModule& unit) const;  // its weights, and those it borrows, are on their way
-  void wait_for_weights(FsdpModule& unit);                   // the current stream
+  void wait_for_weights(FsdpModule& unit);  // the current stream
   [[nodiscard]] bool waited_for(const FsdpModule& unit) const;
   void issue_gather(FsdpModule& unit);  // and those of its lenders
   void gather_own(FsdpModule& unit);
@@ -212,6 +213,8 @@ class Scheduler {
   // Step.
   MicrobatchOptions microbatch_;
   std::int64_t epoch_ = 0;          // grows whenever weights may have changed since
+  bool step_declared_ = false;      // by a caller that drives units: weights do not change in it
+  bool step_has_begun_ = false;     // and its first gather was issued
   bool weights_may_change_ = true;  // outside of a step: between its last and the next first microbatch
   bool awaiting_backward_ = false;  // a forward of this epoch will have one
   bool gradients_at_epoch_start_ = false;

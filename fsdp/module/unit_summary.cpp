@@ -65,11 +65,13 @@ void Scheduler::log_summary() const {
   std::int64_t parameters = 0, elements = 0, frozen = 0, buffers = 0;
   Bytes largest, smallest = Bytes(std::numeric_limits<std::int64_t>::max()), buffer_bytes;
   std::string largest_name;
+  bool partitioned = false;
   std::vector<std::pair<std::string, std::string>> strategies;  // name, collectives
   for (const auto& unit : units_) {
     const auto& strategy = unit->options().placements;
-    if (std::none_of(strategies.begin(), strategies.end(), [&](const auto& s) { return s.first == strategy.name; }))
-      strategies.emplace_back(strategy.name, collectives_of(strategy));
+    const std::pair<std::string, std::string> plan{strategy.name, collectives_of(strategy)};
+    if (std::find(strategies.begin(), strategies.end(), plan) == strategies.end()) strategies.push_back(plan);
+    partitioned |= !unit->options().partitioned_axes.empty();
     Bytes whole;
     for (const auto& group : unit->groups()) {
       whole += group->whole_bytes();
@@ -94,10 +96,10 @@ void Scheduler::log_summary() const {
     how += fmt::format("{}{}: {}", how.empty() ? "" : "; ", name, collectives);
   log::write(
       log::Level::info,
-      fmt::format("fsdp: {} units, {} parameters of {} elements ({} frozen), {} buffers of {}; on mesh {} over {} "
+      fmt::format("fsdp: {} units, {} parameters of {} elements{} ({} frozen), {} buffers of {}; on mesh {} over {} "
                   "ranks by {}{}; {}; a unit takes {} to {} gathered (largest {}); prefetch {}, reductions {}, {}",
-                  units_.size(), parameters, elements, frozen, buffers, scaled(buffer_bytes), mesh_.describe(),
-                  mesh_.world().size(), mesh_.world().backend_name(),
+                  units_.size(), parameters, elements, partitioned ? " on this rank" : "", frozen, buffers,
+                  scaled(buffer_bytes), mesh_.describe(), mesh_.world().size(), mesh_.world().backend_name(),
                   memory_path_.empty() ? "" : " (" + memory_path_ + ")", how, scaled(std::min(smallest, largest)),
                   scaled(largest), largest_name, prefetch_of(options_.prefetch),
                   options_.reduction.delay > 0 ? fmt::format("delayed by {}", options_.reduction.delay)

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <exception>
 #include <numeric>
 
 #include "fsdp/base/check.h"
@@ -145,7 +146,22 @@ ExpertExchange::PendingCounts ExpertExchange::start_counts(const at::Tensor& loa
     });
   }
   stream_.record(pending.done);
+  hold(pending.sent, pending.received);
   return pending;
+}
+
+ExpertExchange::~ExpertExchange() {
+  if (std::uncaught_exceptions() > 0 && runtime_->device().is_cuda()) return;  // what runs there may wait for a peer
+  try {
+    stream_.synchronize();
+  } catch (const std::exception&) {  // it was thrown to whoever waited, or nobody will
+  }
+}
+
+void ExpertExchange::reset() {
+  stream_.reset();
+  communicator_.reset();
+  held_.clear();
 }
 
 ExchangeCounts ExpertExchange::finish_counts(const PendingCounts& pending) {

@@ -55,6 +55,11 @@ class ExpertExchange : public std::enable_shared_from_this<ExpertExchange> {
   [[nodiscard]] at::Tensor dispatch(const at::Tensor& rows, const ExchangeCounts& counts);
   [[nodiscard]] at::Tensor combine(const at::Tensor& rows, const ExchangeCounts& counts);  // home
 
+  ~ExpertExchange();
+  // Makes exchanges under way, and later ones, fail with `reason` on all ranks; `reset`, by all of them, ends that.
+  void abort(const std::string& reason) const { communicator_.abort(reason); }
+  void reset();
+
   // Orders the current stream after what was exchanged.
   void join();
   // While one lives, exchanges made on a stream other than their own do not order that stream after them: who reads the

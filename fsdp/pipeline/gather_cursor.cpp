@@ -24,7 +24,7 @@ void GatherCursor::use(FsdpModule& unit) {
   unit.gather();
   ++next_;
   for (std::size_t i = next_; i < uses_.size() && static_cast<int>(unused_.size()) < ahead_; ++i) {
-    if (uses_[i]->gathered()) continue;
+    if (uses_[i]->ready()) continue;
     uses_[i]->gather();
     unused_.push_back(uses_[i]);
   }
@@ -36,7 +36,7 @@ bool GatherCursor::wanted_soon(const FsdpModule& unit) const {
   for (std::size_t i = next_; i < uses_.size() && static_cast<int>(others.size()) < ahead_; ++i) {
     const FsdpModule* next = uses_[i];
     if (next == &unit) return true;
-    const bool there = next->gathered() && !is_unused(next);
+    const bool there = next->ready() && !is_unused(next);
     if (!there && std::find(others.begin(), others.end(), next) == others.end()) others.push_back(next);
   }
   return false;

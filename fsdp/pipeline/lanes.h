@@ -30,7 +30,8 @@ class Lanes {
   // Tensors last used by what `lane` has been given so far, perhaps allocated on the other one: they are kept until
   // that has run, so that their memory is not used again before.
   void retire(std::vector<at::Tensor> tensors, Lane lane);
-  void drop_retired();  // the caller's stream has waited for both lanes
+  void drop_retired();                 // the caller's stream has waited for both lanes
+  void forget() { retired_.clear(); }  // after an error, with both lanes idle
 
  private:
   const std::shared_ptr<Runtime> runtime_;

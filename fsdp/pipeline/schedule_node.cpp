@@ -60,7 +60,6 @@ Tensors ScheduleNode::forward(const Tensors& inputs, const std::function<void()>
     results_ = function_(leaves_, *carry_);
     plan_.lanes.runtime().end_range(range);
   });
-  function_ = nullptr;
   if (carry_) jumps_ = carry_->take_new();
   leave();
   if (options_.frees_input) plan_.to_free.insert(plan_.to_free.end(), inputs.begin(), inputs.end());

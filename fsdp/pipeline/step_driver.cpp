@@ -4,6 +4,7 @@
 
 #include <map>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "fsdp/base/check.h"
@@ -24,15 +25,28 @@ StepDriver::StepDriver(std::shared_ptr<FsdpContext> context, std::shared_ptr<Sta
       lanes_(context_->mesh().runtime(), model_->exchange()),
       hooks_(std::make_shared<Hooks>(Hooks{.cursor = GatherCursor(options.gather_ahead)})) {
   FSDP_CHECK(options.gather_ahead >= 0, UsageError, "gather_ahead is {}, expected 0 or more", options.gather_ahead);
+  FSDP_CHECK(context_->options().prefetch.kind != Prefetch::Kind::delayed_release, UsageError,
+             "StepDriver gathers and drops units itself; it cannot work with Prefetch::delayed_release");
+  FSDP_CHECK(context_->options().reduction.delay == 0, UsageError,
+             "StepDriver reduces units as their gradients are complete; it cannot work with delayed reductions");
   context_->finalize();
   for (const auto& unit : context_->units()) {
     FSDP_CHECK(!unit->options().register_hooks, UsageError,
                "StepDriver: unit \"{}\" has hooks of its own; shard it with UnitOptions::register_hooks = false",
                unit->name());
+  }
+  for (int layer = 0; layer < model_->layers(); ++layer) {
+    for (const NodeKind node : {NodeKind::dispatch, NodeKind::combine}) {
+      FSDP_CHECK(
+          model_->dense(layer) || model_->units(node, layer).empty(), UsageError,
+          "StepDriver: node {} of layer {} reads weights; exchanges run on a stream of their own, where none may be "
+          "read",
+          node == NodeKind::dispatch ? "dispatch" : "combine", layer);
+    }
+  }
+  for (const auto& unit : context_->units()) {
     unit->register_post_backward_hook([hooks = hooks_](FsdpModule& complete) {
-      if (!hooks->alive) return;
-      hooks->cursor.release(complete);
-      complete.reduce_gradients();
+      if (hooks->alive) complete.reduce_gradients();
     });
   }
 }
@@ -47,6 +61,9 @@ std::vector<FsdpModule*> StepDriver::uses_of(const NodeCall& call) const {
 std::vector<at::Tensor> StepDriver::run(std::vector<Microbatch> microbatches) {
   const int count = static_cast<int>(microbatches.size());
   FSDP_CHECK(count > 0, UsageError, "StepDriver: a step needs at least one microbatch");
+  const at::AutoGradMode with_gradients(true);
+  const auto step_scope = context_->step_scope();
+  const MicrobatchOptions outer = context_->current_microbatch();
   const ChunkShape shape{model_->layers(), options_.delay_weights, options_.release_early};
   const auto steps = options_.schedule == Schedule::sequential ? sequential(count, shape) : one_f_one_b(count, shape);
   std::vector<FsdpModule*> uses;
@@ -58,13 +75,16 @@ std::vector<at::Tensor> StepDriver::run(std::vector<Microbatch> microbatches) {
   }
   hooks_->cursor.start(std::move(uses));
   issued_.clear();
+  // Units of both ends stay from one to the other.
+  const auto first = model_->units(NodeKind::pre, -1);
+  const std::set<const FsdpModule*> first_units(first.begin(), first.end());
 
   std::vector<at::Tensor> losses(microbatches.size());
   std::map<int, ChunkPlan> plans;
   for (const auto& step : steps) {
     bool last = false;  // whether this step holds the last backward
     for (const auto& call : step) last |= call.pass == Pass::backward && call.microbatch + 1 == count;
-    const auto scope = context_->microbatch({.is_last = last});
+    const auto scope = context_->microbatch({.is_last = last && outer.is_last, .reduce = outer.reduce});
     for (const auto& call : step) {
       auto found = plans.find(call.microbatch);
       if (found == plans.end()) {
@@ -79,6 +99,11 @@ std::vector<at::Tensor> StepDriver::run(std::vector<Microbatch> microbatches) {
         for (FsdpModule* unit : units) hooks_->cursor.use(*unit);
       });
       issued_.push_back(call);
+      if (call.pass == Pass::backward) {
+        for (FsdpModule* unit : units) {
+          if (call.node != NodeKind::post || !first_units.contains(unit)) hooks_->cursor.release(*unit);
+        }
+      }
       if (ends_forward(call)) {
         for (const NodeKind node : {NodeKind::attend, NodeKind::experts}) {
           for (FsdpModule* unit : model_->units(node, call.layer)) hooks_->cursor.release(*unit);
@@ -93,7 +118,7 @@ std::vector<at::Tensor> StepDriver::run(std::vector<Microbatch> microbatches) {
     }
     lanes_.drop_retired();
     if (!last) continue;
-    for (const auto& unit : context_->units()) unit->reshard();  // those without gradients to wait for
+    for (const auto& unit : context_->units()) unit->reshard();
     context_->finish_grad_sync();
   }
   FSDP_INVARIANT(hooks_->cursor.finished() && plans.empty());
@@ -102,6 +127,7 @@ std::vector<at::Tensor> StepDriver::run(std::vector<Microbatch> microbatches) {
 
 Tensors StepDriver::forward_only(const Tensors& inputs, const Tensors* targets) {
   at::NoGradGuard no_grad;
+  const auto step_scope = context_->step_scope();
   const auto calls = merged_step(0, {.layers = model_->layers()}, std::nullopt, {});
   std::vector<FsdpModule*> uses;
   const auto wanted = [&](const NodeCall& call) { return call.node != NodeKind::loss || targets != nullptr; };
@@ -136,6 +162,14 @@ Tensors StepDriver::forward_only(const Tensors& inputs, const Tensors* targets) 
   }
   for (const auto& unit : context_->units()) unit->reshard();
   return flow;
+}
+
+void StepDriver::reset() {
+  const auto exchange = model_->exchange();
+  if (exchange) exchange->abort("a rank resets its schedule");
+  context_->reset();
+  if (exchange) exchange->reset();
+  lanes_.forget();
 }
 
 at::Tensor StepDriver::evaluate(const Microbatch& microbatch) {

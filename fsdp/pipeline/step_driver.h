@@ -42,8 +42,14 @@ class StepDriver {
   StepDriver& operator=(const StepDriver&) = delete;
 
   // One step: every microbatch's loss (a scalar without graph), in order. Each loss's gradient is 1 / microbatches.
-  // Gradients are complete and ordered before what the current stream does next.
+  // Gradients are complete and ordered before what the current stream does next (with
+  // ContextOptions::overlap_optimizer: before the library's optimizers). An outer microbatch scope holds: under no_sync
+  // the step reduces no further than its microbatches do.
   std::vector<at::Tensor> run(std::vector<Microbatch> microbatches);
+
+  // After an exception, with all ranks alive: back to a clean sharded state; the gradients of the step are dropped. All
+  // ranks call it instead of FsdpContext::reset. Blocks the host.
+  void reset();
 
   // The loss of one microbatch, without gradients. Collective all the same.
   [[nodiscard]] at::Tensor evaluate(const Microbatch& microbatch);

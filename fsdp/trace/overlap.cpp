@@ -100,7 +100,7 @@ std::string to_string(const OverlapReport& report) {
       "elapsed {:.3f} ms, compute {:.3f}, communication {:.3f} (hidden {:.3f}, exposed {:.3f}), idle {:.3f}",
       milliseconds(report.elapsed), milliseconds(report.compute), milliseconds(report.communication),
       milliseconds(report.hidden), milliseconds(report.exposed), milliseconds(report.idle));
-  for (Kind kind : {Kind::all_gather, Kind::reduce_scatter, Kind::all_reduce}) {
+  for (Kind kind : {Kind::all_gather, Kind::reduce_scatter, Kind::all_reduce, Kind::all_to_all}) {
     if (report.count(kind) > 0)
       text += fmt::format("; {} {} of {} overlapped", to_string(kind), report.overlapped(kind), report.count(kind));
   }

@@ -51,6 +51,20 @@ grep -q "LibTorch" "$work/info" || fail "fsdp info names LibTorch"
 "$fsdp" "${tiny[@]}" --print-config >"$work/printed.toml" || fail "--print-config"
 "$fsdp" train --config "$work/printed.toml" --print-config | cmp - "$work/printed.toml" || fail "--print-config reads back as the same"
 
+# A mixture of experts: the merged schedule trains as the sequential one does, to the last digit.
+moe=("${tiny[@]}" --set model.preset=tiny-moe --set run.microbatches=2 --set parallel.expert_ranks=2 --set run.steps=6)
+for schedule in sequential 1f1b; do
+  "$fsdp" "${moe[@]}" --set parallel.schedule=$schedule --log "$work/logs/$schedule.jsonl" >"$work/$schedule" 2>&1 ||
+    fail "a mixture of experts, $schedule: $(cat "$work/$schedule")"
+  grep -q "4 experts of 64 over 2 ranks, 2 a token" "$work/$schedule" || fail "$schedule: the experts are not described"
+done
+cmp <(grep -o '"loss":[^,]*' "$work/logs/sequential.jsonl") <(grep -o '"loss":[^,]*' "$work/logs/1f1b.jsonl") ||
+  fail "sequential and 1f1b train differently"
+[ "$(grep -c '"loss":' "$work/logs/1f1b.jsonl")" -ge 6 ] || fail "1f1b: no losses in the log"
+"$fsdp" bench schedule --preset tiny-moe --layers 2 --context 64 --simulated >"$work/schedules" || fail "bench schedule --simulated"
+[ "$(wc -l <"$work/schedules")" = 5 ] || fail "bench schedule prints a line a schedule"
+expect_error 2 "mixture of experts" bench schedule --preset 1B --simulated
+
 for ranks in 1 2; do
   "$fsdp" "${tiny[@]}" --ranks $ranks --log "$work/logs/$ranks.jsonl" --profile "$work/logs/$ranks.json" >"$work/out$ranks" 2>&1 ||
     fail "training on $ranks ranks: $(cat "$work/out$ranks")"

@@ -233,6 +233,39 @@ TEST_F(ConfigTest, ImpossibleCombinationsAreRefused) {
               HasSubstr("data.weights: expected one number a file, 1 for data.files, got 2"));
 }
 
+TEST_F(ConfigTest, MixturesOfExperts) {
+  const std::string moe = kData + "model.preset = \"tiny-moe\"\nrun.ranks = 4\n";
+  const auto config = read(moe + "parallel.expert_ranks = 2\nmodel.top_k = 1\n");
+  EXPECT_EQ(config.model.moe.experts, 4);
+  EXPECT_EQ(config.model.moe.top_k, 1);
+  const auto axes = mesh_axes(config);
+  ASSERT_EQ(axes.size(), 2U);
+  EXPECT_EQ(axes[0].name + axes[1].name, "edpep");
+  EXPECT_EQ(axes[0].size * 10 + axes[1].size, 22);
+  EXPECT_GT(parameter_count(config), moe_config(config).active_parameter_count());
+  EXPECT_EQ(read(kData).model.moe.experts, 0);
+
+  EXPECT_THAT(refusal(moe + "parallel.expert_ranks = 3\n"),
+              HasSubstr("parallel.expert_ranks: expected a divisor of the 4 ranks, got 3"));
+  EXPECT_THAT(refusal(moe + "parallel.expert_ranks = 4\nmodel.experts = 6\n"),
+              HasSubstr("parallel.expert_ranks: expected a divisor of model.experts = 6, got 4"));
+  EXPECT_THAT(refusal(moe + "model.top_k = 5\n"), HasSubstr("model.top_k: expected 1 to model.experts = 4, got 5"));
+  EXPECT_THAT(refusal(moe + "model.dense_layers = 3\n"),
+              HasSubstr("model.dense_layers: expected 0 to model.layers = 2, got 3"));
+  EXPECT_THAT(refusal(moe + "model.dense_layers = 2\n"), HasSubstr("expected fewer than model.layers = 2, got 2"));
+  EXPECT_THAT(refusal(moe + "parallel.reshard = \"never\"\n"), HasSubstr("parallel.reshard: not with a mixture"));
+  EXPECT_THAT(refusal(moe + "parallel.prefetch = \"recorded\"\n"), HasSubstr("expected depth or none"));
+  EXPECT_THAT(refusal(kData + "parallel.expert_ranks = 2\nrun.ranks = 2\n"),
+              HasSubstr("parallel.expert_ranks is of mixtures of experts, but model.experts is 0"));
+  EXPECT_THAT(refusal(kData + "model.top_k = 3\n"), HasSubstr("model.top_k is of mixtures of experts"));
+  EXPECT_THAT(refusal(moe + "model.tied_embeddings = true\n"), HasSubstr("needs an output head of its own"));
+  EXPECT_THAT(refusal(moe + "model.recompute = true\n"), HasSubstr("model.recompute: not for mixtures of experts"));
+  EXPECT_THAT(refusal(moe + "parallel.strategy = \"ddp\"\n"), HasSubstr("zero1, zero2 or zero3, got ddp"));
+  EXPECT_THAT(refusal(moe + "mesh.axes = [\"dp=4\"]\n"), HasSubstr("set parallel.expert_ranks instead"));
+  EXPECT_THAT(refusal(moe + "run.capture = true\n"), HasSubstr("run.capture"));
+  EXPECT_THAT(refusal(moe + "data.mask_document_starts = true\n"), HasSubstr("data.mask_document_starts"));
+}
+
 TEST_F(ConfigTest, MeshAxesKeepTheirOrder) {
   const auto axes = mesh_axes(read(kData + "mesh.axes = [\"outer=2\", \"inner=3\"]\nrun.ranks = 6\n"));
   ASSERT_EQ(axes.size(), 2U);

@@ -260,6 +260,12 @@ class NcclGroup final : public CommunicatorBackend {
     auto* receive = static_cast<std::byte*>(c.receive);
     const auto width = static_cast<std::int64_t>(c10::elementSize(c.dtype));
     FSDP_NCCL_CHECK(ncclGroupStart(), describe(c));
+    struct EndOfGroup {  // also after an error, or the thread's later calls would never launch
+      bool open = true;
+      ~EndOfGroup() {
+        if (open) ncclGroupEnd();
+      }
+    } group;
     for (int peer = 0; peer < size(); ++peer) {
       const std::int64_t out = (*c.send_counts)[peer], in = (*c.receive_counts)[peer];
       if (out > 0)
@@ -269,6 +275,7 @@ class NcclGroup final : public CommunicatorBackend {
       send += out * width;
       receive += in * width;
     }
+    group.open = false;
     FSDP_NCCL_CHECK(ncclGroupEnd(), describe(c));
   }
 
@@ -384,8 +391,8 @@ class NcclParent final : public Parent, public std::enable_shared_from_this<Nccl
   void warm_up(NcclGroup& group, const GroupOptions& options) const {
     void* data = nullptr;
     const std::size_t bytes = 256 * static_cast<std::size_t>(options_.size);
-    FSDP_CUDA_CHECK(cudaMalloc(&data, bytes));
-    FSDP_CUDA_CHECK(cudaMemset(data, 0, bytes));
+    FSDP_CUDA_CHECK(cudaMalloc(&data, 2 * bytes));
+    FSDP_CUDA_CHECK(cudaMemset(data, 0, 2 * bytes));
     Collective c;
     c.dtype = c10::kFloat;
     c.label = "FSDP:warm-up";
@@ -404,6 +411,14 @@ class NcclParent final : public Parent, public std::enable_shared_from_this<Nccl
       group.execute(c);
       c.kind = trace::Kind::all_reduce;
       c.send = c.receive = data;
+      group.execute(c);
+    }
+    if (options.use == GroupUse::any) {
+      const std::vector<std::int64_t> each(static_cast<std::size_t>(options_.size), 16);
+      c.kind = trace::Kind::all_to_all;
+      c.send = data;
+      c.receive = static_cast<std::byte*>(data) + bytes;
+      c.send_counts = c.receive_counts = std::make_shared<const std::vector<std::int64_t>>(each);
       group.execute(c);
     }
     FSDP_CUDA_CHECK(cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream().stream()));

@@ -36,6 +36,10 @@ class CudaRuntime final : public Runtime {
     for (const auto& known : compute_) {
       if (known->stream() == current) return Stream(known);
     }
+    for (const auto& other : others_) {  // a schedule may compute on a stream that was made
+      const auto known = other.lock();
+      if (known && known->stream() == current) return Stream(known);
+    }
     compute_.push_back(std::make_shared<CudaStream>("compute", 0, clocks_++, current));
     return Stream(compute_.back());
   }
