@@ -196,8 +196,9 @@ TEST_F(ConfigTest, ValuesOutOfRangeAreRefused) {
               HasSubstr("optimizer.learning_rate: expected a number from 0 to 1000, got nan"));
   EXPECT_THAT(refusal(kData + "parallel.strategy = \"zero4\"\n"),
               HasSubstr("parallel.strategy: expected one of ddp, zero1, zero2, zero3, hsdp, hfsdp, got \"zero4\""));
-  EXPECT_THAT(refusal(kData + "model.preset = \"9B\"\n"),
-              HasSubstr("model.preset: expected one of tiny, small, 160M, 1B, 8B, got \"9B\""));
+  EXPECT_THAT(
+      refusal(kData + "model.preset = \"9B\"\n"),
+      HasSubstr("model.preset: expected one of tiny, small, 160M, 1B, 8B, tiny-moe, deepseek-proxy, got \"9B\""));
   EXPECT_THAT(refusal(kData, {}, 0), HasSubstr("--ranks: run.ranks: expected an integer from 1 to 256, got 0"));
 }
 
@@ -245,7 +246,7 @@ TEST_F(ConfigTest, MixturesOfExperts) {
   EXPECT_GT(parameter_count(config), moe_config(config).active_parameter_count());
   EXPECT_EQ(read(kData).model.moe.experts, 0);
 
-  EXPECT_THAT(refusal(moe + "parallel.expert_ranks = 3\n"),
+  EXPECT_THAT(refusal(moe + "parallel.expert_ranks = 3\nmodel.experts = 6\n"),
               HasSubstr("parallel.expert_ranks: expected a divisor of the 4 ranks, got 3"));
   EXPECT_THAT(refusal(moe + "parallel.expert_ranks = 4\nmodel.experts = 6\n"),
               HasSubstr("parallel.expert_ranks: expected a divisor of model.experts = 6, got 4"));
