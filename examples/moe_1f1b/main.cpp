@@ -76,7 +76,7 @@ class Model final : public pipeline::StagedModel {
       moe::ExchangeCounts counts;
     };
     const auto routed = std::make_shared<Routed>();
-    const auto layer = layers_[static_cast<std::size_t>(index)];
+    auto layer = layers_[static_cast<std::size_t>(index)];
     const auto exchange = exchange_;
     LayerFunctions f;
     f.attend = [=](const Tensors& in, Carry& carry) mutable {
