@@ -122,6 +122,46 @@ TEST(MoeSchedule, MergedEqualsSequentialBitForBit) {
   }
 }
 
+// The model in one graph, as autograd alone sees it.
+class PlainCarry final : public pipeline::Carry {
+ public:
+  void put(const std::string& name, const at::Tensor& tensor) override { values_[name] = tensor; }
+  [[nodiscard]] at::Tensor get(const std::string& name) const override { return values_.at(name); }
+
+ private:
+  std::map<std::string, at::Tensor> values_;
+};
+
+TEST(MoeSchedule, NodesEqualOneGraph) {
+  for (const int ranks : {1, 2}) {
+    on_ranks(ranks, [&](World world) {
+      const auto data = batch(3 + static_cast<std::uint64_t>(world.rank().value()));
+      MoeRun nodes(world, ranks, small(3, 1), {}), plain(world, ranks, small(3, 1), {});
+      const auto losses = nodes.driver->run({data});
+      for (const auto& unit : plain.context->units()) unit->unshard();
+      PlainCarry carry;
+      auto flow = plain.model->pre_function()(data.inputs, carry);
+      for (int layer = 0; layer < 3; ++layer) {
+        const auto f = plain.model->layer_functions(layer, 1.0);
+        for (const auto* node : {&f.attend, &f.dispatch, &f.experts, &f.combine}) flow = (*node)(flow, carry);
+      }
+      flow = plain.model->post_function()(flow, carry);
+      flow.push_back(data.targets[0]);
+      const auto loss = plain.model->loss_function()(flow, carry)[0];
+      EXPECT_TRUE(at::equal(loss.detach(), losses[0]));
+      loss.backward();  // the driver's hooks reduce what is complete
+      for (const auto& unit : plain.context->units()) unit->reshard();
+      plain.context->finish_grad_sync();
+      const auto got = nodes.gradients();
+      for (const auto& [name, value] : plain.gradients()) {
+        EXPECT_TRUE(at::allclose(got.at(name), value, 1e-6, 1e-8))
+            << name << " differs by " << (got.at(name) - value).abs().max().item<double>();
+        EXPECT_GT(value.abs().max().item<double>(), 0) << name;
+      }
+    });
+  }
+}
+
 // C2: the sharded run equals one process that runs every rank's microbatches one after the other.
 TEST(MoeSchedule, ShardedTrainingEqualsOneProcess) {
   for (const auto& [ranks, expert_ranks] : {std::pair(2, 2), std::pair(4, 2), std::pair(2, 1), std::pair(4, 4)}) {
