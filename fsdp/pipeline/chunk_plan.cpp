@@ -10,17 +10,26 @@ namespace {
 
 int slot(NodeKind node) { return static_cast<int>(node) - static_cast<int>(NodeKind::attend); }
 
-// "FSDP:layers.3:experts": one range for all microbatches.
-const char* range_of(const NodeCall& call) {
-  static constexpr const char* kNames[] = {"pre", "attend", "dispatch", "experts", "combine", "post", "loss"};
-  const std::string name = kNames[static_cast<int>(call.node)];
-  return intern(call.layer < 0 ? "FSDP:node:" + name : "FSDP:node:" + std::to_string(call.layer) + ":" + name);
-}
+constexpr int kKinds = static_cast<int>(NodeKind::loss) + 1;
 
 }  // namespace
 
-ChunkPlan::ChunkPlan(StagedModel& model, Lanes& lanes, int, Microbatch data, bool delay_weights, double loss_scale)
+NodeRanges::NodeRanges(int layers) {
+  static constexpr const char* kNames[kKinds] = {"pre", "attend", "dispatch", "experts", "combine", "post", "loss"};
+  for (int layer = -1; layer < layers; ++layer) {
+    const std::string prefix = layer < 0 ? "FSDP:node:" : "FSDP:node:" + std::to_string(layer) + ":";
+    for (const char* name : kNames) names_.push_back(intern(prefix + name));
+  }
+}
+
+const char* NodeRanges::of(const NodeCall& call) const {
+  return names_[static_cast<std::size_t>((call.layer + 1) * kKinds + static_cast<int>(call.node))];
+}
+
+ChunkPlan::ChunkPlan(StagedModel& model, Lanes& lanes, const NodeRanges& ranges, Microbatch data, bool delay_weights,
+                     double loss_scale)
     : model_(model),
+      ranges_(ranges),
       state_(lanes),
       data_(std::move(data)),
       delay_weights_(delay_weights),
@@ -43,7 +52,7 @@ std::unique_ptr<ScheduleNode>& ChunkPlan::node(const NodeCall& call) {
 }
 
 std::unique_ptr<ScheduleNode> ChunkPlan::make_node(const NodeCall& call) {
-  NodeOptions options{.range = range_of(call)};
+  NodeOptions options{.range = ranges_.of(call)};
   NodeFunction function;
   std::shared_ptr<LayerCarry> carry;
   if (call.layer < 0) {

@@ -5,14 +5,26 @@
 #include <map>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "fsdp/pipeline/schedule_node.h"
 
 namespace fsdp::pipeline {
 
+// Names of nodes in profilers, "FSDP:node:3:experts"; made once, one for all microbatches.
+class NodeRanges {
+ public:
+  explicit NodeRanges(int layers);
+  [[nodiscard]] const char* of(const NodeCall& call) const;
+
+ private:
+  std::vector<const char*> names_;  // [(layer + 1) * kinds + node], interned
+};
+
 class ChunkPlan {
  public:
-  ChunkPlan(StagedModel& model, Lanes& lanes, int microbatch, Microbatch data, bool delay_weights, double loss_scale);
+  ChunkPlan(StagedModel& model, Lanes& lanes, const NodeRanges& ranges, Microbatch data, bool delay_weights,
+            double loss_scale);
 
   // Runs one node; calls come in the order of the chain.
   void run(const NodeCall& call, const std::function<void()>& before);
@@ -25,12 +37,12 @@ class ChunkPlan {
     std::shared_ptr<LayerCarry> carry;
     StagedModel::LayerFunctions functions;
     std::array<std::unique_ptr<ScheduleNode>, 4> nodes;  // [A, D, E, C]
-    int unfinished = 4;                                  // backwards and weights still to come
   };
   [[nodiscard]] std::unique_ptr<ScheduleNode> make_node(const NodeCall& call);
   [[nodiscard]] std::unique_ptr<ScheduleNode>& node(const NodeCall& call);
 
   StagedModel& model_;
+  const NodeRanges& ranges_;
   PlanState state_;
   const Microbatch data_;
   const bool delay_weights_;

@@ -10,6 +10,19 @@
 namespace fsdp::pipeline {
 namespace {
 
+// Ends also when the node throws.
+class Range {
+ public:
+  Range(Runtime& runtime, const char* name) : runtime_(runtime), id_(runtime.begin_range(name)) {}
+  ~Range() { runtime_.end_range(id_); }
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
+
+ private:
+  Runtime& runtime_;
+  const std::uint64_t id_;
+};
+
 // A leaf over the same values, in a graph of its own.
 at::Tensor cut(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
@@ -53,12 +66,11 @@ Tensors ScheduleNode::forward(const Tensors& inputs, const std::function<void()>
   enter();
   plan_.lanes.run(options_.lane, [&] {
     before();
-    const std::uint64_t range = plan_.lanes.runtime().begin_range(options_.range);
+    const Range range(plan_.lanes.runtime(), options_.range);
     for (const at::Tensor& input : inputs) leaves_.push_back(cut(input));
     std::optional<DelayedWeightGradients::Scope> delay;
     if (options_.delays_weights) delay.emplace(later_);
     results_ = function_(leaves_, *carry_);
-    plan_.lanes.runtime().end_range(range);
   });
   if (carry_) jumps_ = carry_->take_new();
   leave();
@@ -71,7 +83,7 @@ Tensors ScheduleNode::backward(Tensors gradients, const std::function<void()>& b
   enter();
   plan_.lanes.run(options_.lane, [&] {
     before();
-    const std::uint64_t range = plan_.lanes.runtime().begin_range(options_.range);
+    const Range range(plan_.lanes.runtime(), options_.range);
     torch::autograd::variable_list roots, root_gradients;
     const auto add = [&](const at::Tensor& root, const at::Tensor& gradient) {
       // An undefined gradient, or a root without history, makes autograd throw.
@@ -84,7 +96,6 @@ Tensors ScheduleNode::backward(Tensors gradients, const std::function<void()>& b
     // What a graph on the exchange's stream has saved may be compute's memory: the graph is retired below, whole.
     const bool keep_graph = options_.lane == Lane::exchange;
     if (!roots.empty()) torch::autograd::backward(roots, root_gradients, keep_graph);
-    plan_.lanes.runtime().end_range(range);
   });
   leave();
   Tensors result;

@@ -55,7 +55,7 @@ class StagedModel {
   [[nodiscard]] virtual NodeFunction pre_function() = 0;
   [[nodiscard]] virtual NodeFunction post_function() = 0;
   [[nodiscard]] virtual NodeFunction loss_function() = 0;  // -> one scalar
-  // Units whose weights a node reads, in forward and in backward.
+  // Units whose weights a node reads, in forward and in backward; none for D and C of a layer that exchanges.
   [[nodiscard]] virtual std::vector<FsdpModule*> units(NodeKind node, int layer) const = 0;
   // Null where no layer exchanges anything.
   [[nodiscard]] virtual std::shared_ptr<moe::ExpertExchange> exchange() const = 0;

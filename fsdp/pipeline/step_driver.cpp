@@ -10,18 +10,13 @@
 #include "fsdp/base/check.h"
 
 namespace fsdp::pipeline {
-namespace {
-
-// The last forward node of a layer, after which its units are not needed until their backward.
-bool ends_forward(const NodeCall& call) { return call.pass == Pass::forward && call.node == NodeKind::combine; }
-
-}  // namespace
 
 StepDriver::StepDriver(std::shared_ptr<FsdpContext> context, std::shared_ptr<StagedModel> model,
                        const StepOptions& options)
     : context_(std::move(context)),
       model_(std::move(model)),
       options_(options),
+      ranges_(model_->layers()),
       lanes_(context_->mesh().runtime(), model_->exchange()),
       hooks_(std::make_shared<Hooks>(Hooks{.cursor = GatherCursor(options.gather_ahead)})) {
   FSDP_CHECK(options.gather_ahead >= 0, UsageError, "gather_ahead is {}, expected 0 or more", options.gather_ahead);
@@ -58,6 +53,23 @@ std::vector<FsdpModule*> StepDriver::uses_of(const NodeCall& call) const {
   return model_->units(call.node, call.layer);
 }
 
+void StepDriver::start_cursor(const std::vector<NodeCall>& calls) {
+  std::vector<FsdpModule*> uses;
+  for (const auto& call : calls) {
+    const auto some = uses_of(call);
+    uses.insert(uses.end(), some.begin(), some.end());
+  }
+  hooks_->cursor.start(std::move(uses));
+}
+
+// C is the last forward node of a layer: its units are not needed until their backward.
+void StepDriver::release_after_forward(const NodeCall& call) {
+  if (call.pass != Pass::forward || call.node != NodeKind::combine) return;
+  for (const NodeKind node : {NodeKind::attend, NodeKind::experts}) {
+    for (FsdpModule* unit : model_->units(node, call.layer)) hooks_->cursor.release(*unit);
+  }
+}
+
 std::vector<at::Tensor> StepDriver::run(std::vector<Microbatch> microbatches) {
   const int count = static_cast<int>(microbatches.size());
   FSDP_CHECK(count > 0, UsageError, "StepDriver: a step needs at least one microbatch");
@@ -66,14 +78,9 @@ std::vector<at::Tensor> StepDriver::run(std::vector<Microbatch> microbatches) {
   const MicrobatchOptions outer = context_->current_microbatch();
   const ChunkShape shape{model_->layers(), options_.delay_weights, options_.release_early};
   const auto steps = options_.schedule == Schedule::sequential ? sequential(count, shape) : one_f_one_b(count, shape);
-  std::vector<FsdpModule*> uses;
-  for (const auto& step : steps) {
-    for (const auto& call : step) {
-      const auto some = uses_of(call);
-      uses.insert(uses.end(), some.begin(), some.end());
-    }
-  }
-  hooks_->cursor.start(std::move(uses));
+  std::vector<NodeCall> all;
+  for (const auto& step : steps) all.insert(all.end(), step.begin(), step.end());
+  start_cursor(all);
   issued_.clear();
   // Units of both ends stay from one to the other.
   const auto first = model_->units(NodeKind::pre, -1);
@@ -90,8 +97,8 @@ std::vector<at::Tensor> StepDriver::run(std::vector<Microbatch> microbatches) {
       if (found == plans.end()) {
         auto& data = microbatches[static_cast<std::size_t>(call.microbatch)];
         found = plans
-                    .try_emplace(call.microbatch, *model_, lanes_, call.microbatch, std::move(data),
-                                 options_.delay_weights, 1.0 / count)
+                    .try_emplace(call.microbatch, *model_, lanes_, ranges_, std::move(data), options_.delay_weights,
+                                 1.0 / count)
                     .first;
       }
       const auto units = uses_of(call);
@@ -104,11 +111,7 @@ std::vector<at::Tensor> StepDriver::run(std::vector<Microbatch> microbatches) {
           if (call.node != NodeKind::post || !first_units.contains(unit)) hooks_->cursor.release(*unit);
         }
       }
-      if (ends_forward(call)) {
-        for (const NodeKind node : {NodeKind::attend, NodeKind::experts}) {
-          for (FsdpModule* unit : model_->units(node, call.layer)) hooks_->cursor.release(*unit);
-        }
-      }
+      release_after_forward(call);
       if (call.node == NodeKind::loss && call.pass == Pass::forward)
         losses[static_cast<std::size_t>(call.microbatch)] = found->second.loss();
     }
@@ -128,20 +131,13 @@ std::vector<at::Tensor> StepDriver::run(std::vector<Microbatch> microbatches) {
 Tensors StepDriver::forward_only(const Tensors& inputs, const Tensors* targets) {
   at::NoGradGuard no_grad;
   const auto step_scope = context_->step_scope();
-  const auto calls = merged_step(0, {.layers = model_->layers()}, std::nullopt, {});
-  std::vector<FsdpModule*> uses;
-  const auto wanted = [&](const NodeCall& call) { return call.node != NodeKind::loss || targets != nullptr; };
-  for (const auto& call : calls) {
-    if (!wanted(call)) continue;
-    const auto some = uses_of(call);
-    uses.insert(uses.end(), some.begin(), some.end());
-  }
-  hooks_->cursor.start(uses);
+  auto calls = merged_step(0, {.layers = model_->layers()}, std::nullopt, {});
+  if (targets == nullptr) std::erase_if(calls, [](const NodeCall& call) { return call.node == NodeKind::loss; });
+  start_cursor(calls);
   Tensors flow = inputs;
   std::optional<LayerCarry> carry;
   StagedModel::LayerFunctions functions;
   for (const auto& call : calls) {
-    if (!wanted(call)) continue;
     if (call.node == NodeKind::attend || call.layer < 0) carry.emplace();
     if (call.node == NodeKind::attend) functions = model_->layer_functions(call.layer, 1.0);
     for (FsdpModule* unit : uses_of(call)) hooks_->cursor.use(*unit);
@@ -154,11 +150,7 @@ Tensors StepDriver::forward_only(const Tensors& inputs, const Tensors* targets) 
                                                              : model_->loss_function();
     if (call.node == NodeKind::loss) flow.insert(flow.end(), targets->begin(), targets->end());
     flow = f(flow, *carry);
-    if (ends_forward(call)) {
-      for (const NodeKind node : {NodeKind::attend, NodeKind::experts}) {
-        for (FsdpModule* unit : model_->units(node, call.layer)) hooks_->cursor.release(*unit);
-      }
-    }
+    release_after_forward(call);
   }
   for (const auto& unit : context_->units()) unit->reshard();
   return flow;

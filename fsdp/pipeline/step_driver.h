@@ -62,11 +62,14 @@ class StepDriver {
 
  private:
   [[nodiscard]] std::vector<FsdpModule*> uses_of(const NodeCall& call) const;
+  void start_cursor(const std::vector<NodeCall>& calls);
+  void release_after_forward(const NodeCall& call);
   Tensors forward_only(const Tensors& inputs, const Tensors* targets);
 
   const std::shared_ptr<FsdpContext> context_;
   const std::shared_ptr<StagedModel> model_;
   const StepOptions options_;
+  const NodeRanges ranges_;
   Lanes lanes_;
   // Shared with the units' hooks, which outlive the driver.
   struct Hooks {
