@@ -47,6 +47,9 @@ void BenchCommand::add_to(CLI::App& app) {
       ->check(CLI::Range(0, 132));
   overlap_->add_option("--carve-out", overlap.carve_out, "Multiprocessors that matrix products leave free")
       ->check(CLI::Range(0, 128));
+  overlap_->add_flag("--nccl", overlap.nccl, "Real ranks, one a GPU, instead of a loopback");
+  overlap_->add_option("--symmetric", overlap.symmetric, "With --nccl: registered memory, true or false");
+  overlap_->add_flag("--copy-engine-reducer", overlap.copy_engine_reducer, "With --nccl: reductions by copy engine");
   overlap_->add_option("--trace", overlap.trace, "Write the steps as a Chrome trace to this file");
 
   schedule_ = command_->add_subcommand("schedule", "What the merged schedule of a mixture of experts hides");

@@ -14,7 +14,9 @@
 #include "apps/fsdp/bench_model.h"
 #include "apps/fsdp/console.h"
 #include "fsdp/base/check.h"
+#include "fsdp/mesh/cuda_world.h"
 #include "fsdp/mesh/device_mesh.h"
+#include "fsdp/mesh/spawn_ranks.h"
 #include "fsdp/runtime/device_profile.h"
 #include "fsdp/trace/chrome_writer.h"
 #include "fsdp/trace/overlap.h"
@@ -56,9 +58,14 @@ Counts promised(const BenchOverlapCommand& command, int gathers, int reductions)
 
 int bench_overlap(const BenchOverlapCommand& command) {
   const BenchShape shape = bench_shape(command.shape);
-  const World world = World::loopback({.size = command.ranks,
-                                       .mode = LoopbackOptions::Mode::link,
-                                       .gather_multiprocessors = command.gather_multiprocessors});
+  if (command.nccl) {
+    static_cast<void>(uses_cuda(DeviceKind::cuda));  // says once why it cannot be
+    if (const auto code = spawn_ranks(command.ranks)) return *code;
+  }
+  const World world = command.nccl ? World::from_environment({.device = DeviceKind::cuda})
+                                   : World::loopback({.size = command.ranks,
+                                                      .mode = LoopbackOptions::Mode::link,
+                                                      .gather_multiprocessors = command.gather_multiprocessors});
   Runtime& runtime = *world.runtime();
   if (command.carve_out > 0) {
     at::globalContext().setBlasPreferredBackend(at::BlasBackend::Cublaslt);  // the one that heeds it
@@ -70,6 +77,8 @@ int bench_overlap(const BenchOverlapCommand& command) {
   options.reduction = {command.delay};
   options.keep_last = command.keep_last;
   options.unify_communication_stream = command.unify;
+  options.symmetric_memory = command.symmetric;
+  if (command.copy_engine_reducer) options.reducer = Reducer::copy_engine;
   auto context = FsdpContext::create(DeviceMesh(world, {{"dp", command.ranks}}), options);
   UnitOptions unit;
   unit.placements = strategy_of(command.strategy);
@@ -129,6 +138,7 @@ int bench_overlap(const BenchOverlapCommand& command) {
   const auto per_step = [&](trace::Nanoseconds total) {
     return static_cast<double>(total) * 1e-3 / (command.steps + 1);
   };
+  if (world.rank() != Rank(0)) return 0;
   const Counts expected = promised(command, least.gathers, least.reductions);
   const bool kept =
       least.gathers_hidden >= expected.gathers_hidden && least.reductions_hidden >= expected.reductions_hidden;
@@ -145,6 +155,9 @@ int bench_overlap(const BenchOverlapCommand& command) {
       {"unified", command.unify},
       {"gather_multiprocessors", command.gather_multiprocessors},
       {"carve_out", command.carve_out},
+      {"loopback", command.nccl ? "none: NCCL" : "link"},
+      {"symmetric", command.symmetric},
+      {"copy_engine_reducer", command.copy_engine_reducer},
       {"steps", command.steps},
       {"gathers", range(least.gathers, most.gathers)},
       {"gathers_hidden", range(least.gathers_hidden, most.gathers_hidden)},
@@ -167,7 +180,7 @@ int bench_overlap(const BenchOverlapCommand& command) {
     }
     trace::write_chrome_trace(command.trace, spans, 0, streams);
   }
-  return kept ? 0 : 1;
+  return kept || command.nccl ? 0 : 1;
 }
 
 }  // namespace fsdp::app
