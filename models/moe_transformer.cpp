@@ -6,7 +6,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/zeros.h>
-#include <torch/nn/modules/container/modulelist.h>
 
 #include <cmath>
 #include <numeric>
@@ -62,30 +61,66 @@ MoeBlockImpl::MoeBlockImpl(const MoeConfig& config, bool dense, std::int64_t own
 
 class MoeTransformer::Root : public torch::nn::Module {
  public:
-  Root(const MoeConfig& config, const std::vector<MoeBlock>& blocks) {
-    embedding = register_module("embedding", Embedding(config.base.vocabulary, config.base.width, config.base.device));
-    const auto list = register_module("blocks", torch::nn::ModuleList());
-    for (const auto& block : blocks) list->push_back(block);
-    norm = register_module("norm", RmsNorm(config.base.width, config.base.norm_epsilon, config.base.device));
-    head = register_module("head", Projection(config.base.width, config.base.vocabulary, config.base.device));
+  Root(const MoeConfig& config, bool has_first, bool has_last) {
+    const auto& base = config.base;
+    if (has_first) embedding = register_module("embedding", Embedding(base.vocabulary, base.width, base.device));
+    register_module("blocks", blocks);
+    if (!has_last) return;
+    norm = register_module("norm", RmsNorm(base.width, base.norm_epsilon, base.device));
+    head = register_module("head", Projection(base.width, base.vocabulary, base.device));
   }
+  struct Blocks : torch::nn::Module {};
   Embedding embedding{nullptr};
+  std::shared_ptr<Blocks> blocks = std::make_shared<Blocks>();  // by their number in the whole model
   RmsNorm norm{nullptr};
   Projection head{nullptr};
+  int unsharded_parts = 0;  // of this rank
+  FsdpModule* unit = nullptr;
 };
 
 MoeTransformer::MoeTransformer(const MoeConfig& config, const DeviceMesh& mesh)
-    : config_(on_meta(config)), mesh_(mesh), exchange_(moe::ExpertExchange::create(mesh, "ep", config.experts)) {
+    : MoeTransformer(config, mesh, moe::ExpertExchange::create(mesh, "ep", config.experts),
+                     std::make_shared<Root>(on_meta(config), true, true), 0, config.base.layers) {}
+
+std::vector<std::shared_ptr<MoeTransformer>> MoeTransformer::parts(const MoeConfig& config, const DeviceMesh& mesh,
+                                                                   int chunks) {
+  const int axis = mesh.axis_index("pp");
+  const std::int64_t stages = mesh.axis(axis).size, all = stages * chunks;
+  FSDP_CHECK(chunks >= 1 && config.base.layers >= all, UsageError,
+             "{} layers cannot be spread over {} pipeline stages of {} parts each", config.base.layers, stages, chunks);
+  FSDP_CHECK(chunks == 1 || stages > 1, UsageError, "one pipeline stage holds the model in one part, not in {}",
+             chunks);
+  const auto exchange = moe::ExpertExchange::create(mesh, "ep", config.experts);
+  const auto root =
+      std::make_shared<Root>(on_meta(config), mesh.coordinate(axis) == 0, mesh.coordinate(axis) + 1 == stages);
+  std::vector<std::shared_ptr<MoeTransformer>> parts;
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    const std::int64_t part = chunk * stages + mesh.coordinate(axis);
+    parts.push_back(std::shared_ptr<MoeTransformer>(new MoeTransformer(
+        config, mesh, exchange, root, part * config.base.layers / all, (part + 1) * config.base.layers / all)));
+  }
+  return parts;
+}
+
+MoeTransformer::MoeTransformer(const MoeConfig& config, const DeviceMesh& mesh,
+                               std::shared_ptr<moe::ExpertExchange> exchange, std::shared_ptr<Root> root,
+                               std::int64_t first_layer, std::int64_t end_layer)
+    : config_(on_meta(config)),
+      mesh_(mesh),
+      first_layer_(first_layer),
+      exchange_(std::move(exchange)),
+      root_(std::move(root)) {
   config_.validate();
   const auto rotary = std::make_shared<RotaryTable>(config_.base.head_width(), config_.base.rope_theta);
   const auto here = at::TensorOptions().device(mesh.runtime()->device());
-  for (std::int64_t layer = 0; layer < config_.base.layers; ++layer) {
+  for (std::int64_t layer = first_layer; layer < end_layer; ++layer) {
     blocks_.emplace_back(config_, layer < config_.dense_layers, exchange_->own_experts(), rotary);
+    root_->blocks->register_module(std::to_string(layer), blocks_.back());
     if (blocks_.back()->dense()) continue;
     blocks_.back()->load = at::zeros({config_.experts}, here.dtype(at::kLong));
     if (config_.bias_rate > 0) blocks_.back()->expert_bias = at::zeros({config_.experts}, here.dtype(at::kFloat));
   }
-  root_ = std::make_shared<Root>(config_, blocks_);
+  ++root_->unsharded_parts;
 }
 
 MoeTransformer::~MoeTransformer() = default;
@@ -93,8 +128,15 @@ MoeTransformer::~MoeTransformer() = default;
 void MoeTransformer::shard(FsdpContext& context, const UnitOptions& options) {
   UnitOptions dense = options;
   dense.register_hooks = false;
+  compute_dtype_ = options.mixed_precision.param_dtype.value_or(c10::kFloat);
   std::vector<std::string> axes, expert_axes;
+  int stages = 1;
   for (int axis = 0; axis < mesh_.axis_count(); ++axis) {
+    if (mesh_.axis(axis).name == "pp") {  // each stage has weights of its own
+      stages = mesh_.axis(axis).size;
+      dense.partitioned_axes = {"pp"};
+      continue;
+    }
     axes.push_back(mesh_.axis(axis).name);
     if (mesh_.axis(axis).name != "ep") expert_axes.push_back(mesh_.axis(axis).name);
   }
@@ -121,13 +163,13 @@ void MoeTransformer::shard(FsdpContext& context, const UnitOptions& options) {
   dense.placements = strategy(axes);
   UnitOptions expert = dense;
   expert.placements = strategy(expert_axes);
-  expert.gradient_divisor = mesh_.world().size();  // tokens of all ranks come here
-  expert.partitioned_axes = {"ep"};
+  expert.gradient_divisor = mesh_.world().size() / stages;  // tokens of all ranks of the stage come here
+  expert.partitioned_axes.push_back("ep");
   for (auto& block : blocks_) {
     expert_units_.push_back(block->dense() ? nullptr : &context.fully_shard(block->experts, expert));
     block_units_.push_back(&context.fully_shard(block, dense));
   }
-  root_unit_ = &context.fully_shard(ModuleRef(root_), dense);
+  if (--root_->unsharded_parts == 0) root_->unit = &context.fully_shard(ModuleRef(root_), dense);
 }
 
 InitFunction MoeTransformer::initializer() const {
@@ -160,6 +202,7 @@ void MoeTransformer::update_expert_biases() {
   for (auto& block : blocks_) {
     if (block->dense()) continue;
     for (int axis = 0; axis < mesh_.axis_count(); ++axis) {
+      if (mesh_.axis(axis).name == "pp") continue;
       void* data = block->load.is_meta() ? nullptr : block->load.mutable_data_ptr();
       mesh_.communicator(axis, Use::reduce)
           .all_reduce(data, data, Elements(config_.experts), at::kLong, ReduceOp::sum, stream, "FSDP:experts:load");
@@ -170,6 +213,12 @@ void MoeTransformer::update_expert_biases() {
 }
 
 // --- Stages ---
+
+pipeline::Boundary MoeTransformer::boundary(const pipeline::Microbatch& microbatch) const {
+  std::vector<std::int64_t> sizes = microbatch.inputs.at(0).sizes().vec();
+  sizes.push_back(config_.base.width);
+  return {std::move(sizes), compute_dtype_};
+}
 
 bool MoeTransformer::dense(int layer) const { return blocks_[static_cast<std::size_t>(layer)]->dense(); }
 
@@ -251,7 +300,7 @@ std::vector<FsdpModule*> MoeTransformer::units(NodeKind node, int layer) const {
   switch (node) {
     case NodeKind::pre:
     case NodeKind::post:
-      return {root_unit_};
+      return {root_->unit};
     case NodeKind::attend:
       return {block_units_[index]};
     case NodeKind::experts:

@@ -9,7 +9,10 @@
 //   auto model = std::make_shared<MoeTransformer>(config, mesh);
 //   auto context = fsdp::FsdpContext::create(mesh);
 //   model->shard(*context, unit_options);  context->materialize(model->initializer());
-//   fsdp::pipeline::StepDriver driver(context, model);
+//   fsdp::pipeline::StepDriver driver(context, model, {});
+//
+// A mesh with an axis "pp" before the others spreads the layers over pipeline stages: MoeTransformer::parts gives a
+// rank its parts, which share a context and a driver with StageChannels over "pp".
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -63,9 +66,14 @@ class MoeTransformer final : public pipeline::StagedModel {
   // `mesh` has an axis "ep" of the expert-parallel ranks. Weights are built on the meta device: after `shard`,
   // context.materialize(initializer()) gives them values.
   MoeTransformer(const MoeConfig& config, const DeviceMesh& mesh);
+  // This rank's parts in a pipeline over the mesh's axis "pp": `chunks` of them, each of as many layers as can be.
+  // Parameters have the names and values they have in the whole model.
+  static std::vector<std::shared_ptr<MoeTransformer>> parts(const MoeConfig& config, const DeviceMesh& mesh,
+                                                            int chunks);
   ~MoeTransformer() override;
 
-  // Every layer's experts a unit, every layer a unit, then embedding, last norm and head. `options`: strategy names
+  // Every layer's experts a unit, every layer a unit, then embedding, last norm and head. Of several parts of a rank
+  // each in turn; the last one shards what lies outside of layers, for all of them. `options`: strategy names
   // ("zero1", "zero2", "zero3"; "hsdp": zero3 with copies over the mesh's first axis) and dtypes; axes, divisors and
   // hooks are set here.
   void shard(FsdpContext& context, const UnitOptions& options);
@@ -78,6 +86,9 @@ class MoeTransformer final : public pipeline::StagedModel {
 
   // pipeline::StagedModel: inputs are token ids (batch, position), post gives logits, targets as tokens, -100 ignored.
   [[nodiscard]] int layers() const override { return static_cast<int>(blocks_.size()); }
+  [[nodiscard]] bool first() const override { return first_layer_ == 0; }
+  [[nodiscard]] bool last() const override { return first_layer_ + layers() == config_.base.layers; }
+  [[nodiscard]] pipeline::Boundary boundary(const pipeline::Microbatch& microbatch) const override;
   [[nodiscard]] bool dense(int layer) const override;
   [[nodiscard]] LayerFunctions layer_functions(int layer, double loss_scale) override;
   [[nodiscard]] pipeline::NodeFunction pre_function() override;
@@ -88,12 +99,15 @@ class MoeTransformer final : public pipeline::StagedModel {
 
  private:
   class Root;
+  MoeTransformer(const MoeConfig& config, const DeviceMesh& mesh, std::shared_ptr<moe::ExpertExchange> exchange,
+                 std::shared_ptr<Root> root, std::int64_t first_layer, std::int64_t end_layer);
   const MoeConfig config_;
   const DeviceMesh mesh_;
+  const std::int64_t first_layer_;  // of the whole model
   std::shared_ptr<moe::ExpertExchange> exchange_;
-  std::shared_ptr<Root> root_;  // embedding, blocks, norm, head
+  c10::ScalarType compute_dtype_ = c10::kFloat;
+  std::shared_ptr<Root> root_;  // embedding, blocks, norm, head: what this rank has of them, in all its parts
   std::vector<MoeBlock> blocks_;
-  FsdpModule* root_unit_ = nullptr;
   std::vector<FsdpModule*> block_units_, expert_units_;  // [layer]; no expert unit: null
 };
 

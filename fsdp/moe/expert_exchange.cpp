@@ -10,6 +10,7 @@
 #include <numeric>
 
 #include "fsdp/base/check.h"
+#include "fsdp/mesh/axis_ranks.h"
 
 namespace fsdp::moe {
 namespace {
@@ -99,14 +100,8 @@ std::shared_ptr<ExpertExchange> ExpertExchange::create(const DeviceMesh& mesh, c
   const int index = mesh.axis_index(axis), size = mesh.axis(index).size;
   FSDP_CHECK(experts > 0 && experts % size == 0, UsageError,
              "{} experts cannot be shared equally by the {} ranks of mesh axis \"{}\"", experts, size, axis);
-  int stride = 1;  // the last axis varies fastest
-  for (int later = index + 1; later < mesh.axis_count(); ++later) stride *= mesh.axis(later).size;
-  const int rank = static_cast<int>(mesh.world().rank().value());
-  const int first = rank - mesh.coordinate(index) * stride;
-  std::vector<int> ranks;
-  for (int i = 0; i < size; ++i) ranks.push_back(first + i * stride);
-  return std::shared_ptr<ExpertExchange>(
-      new ExpertExchange(mesh.world().create_communicator(ranks, axis + ".exchange"), mesh.runtime(), experts));
+  return std::shared_ptr<ExpertExchange>(new ExpertExchange(
+      mesh.world().create_communicator(ranks_on_axis(mesh, index), axis + ".exchange"), mesh.runtime(), experts));
 }
 
 ExpertExchange::ExpertExchange(Communicator communicator, std::shared_ptr<Runtime> runtime, std::int64_t experts)

@@ -30,7 +30,49 @@ std::vector<int> split_axes(const FsdpParameterGroup& group, const DeviceMesh& m
     if (group.optimizer_placements()[i] == Placement::flat) axes.push_back(mesh.axis_index(names[i]));
   }
   for (const auto& name : group.unit().options().partitioned_axes) axes.push_back(mesh.axis_index(name));
+  std::sort(axes.begin(), axes.end());
   return axes;
+}
+
+using Sums = std::map<std::vector<int>, at::Tensor>;  // axes of the sum -> squares of this rank's elements
+
+// Ranks hold units of the same kinds, so each makes the same collectives.
+at::Tensor total_of_equal_units(Sums& sums, const DeviceMesh& mesh, const at::TensorOptions& wide) {
+  const Stream stream = mesh.runtime()->compute_stream();
+  at::Tensor total = at::zeros({}, wide);
+  for (auto& [axes, sum] : sums) {
+    void* data = sum.is_meta() ? nullptr : sum.mutable_data_ptr();
+    for (int axis : axes) {
+      mesh.communicator(axis, Use::reduce)
+          .all_reduce(data, data, Elements(1), sum.scalar_type(), ReduceOp::sum, stream, "FSDP:grad_norm");
+    }
+    total.add_(sum);
+  }
+  return total;
+}
+
+// Ranks may hold units of different kinds: stages of a pipeline, of which one has experts and another none. One sum for
+// every set of axes there can be, and over each axis those that contain it.
+at::Tensor total_of_all_sets(const Sums& sums, const DeviceMesh& mesh, const at::TensorOptions& wide) {
+  const std::int64_t sets = std::int64_t{1} << mesh.axis_count();
+  at::Tensor all = at::zeros({sets}, wide);
+  for (const auto& [axes, sum] : sums) {
+    std::int64_t set = 0;
+    for (int axis : axes) set |= std::int64_t{1} << axis;
+    all[set].add_(sum);
+  }
+  const Stream stream = mesh.runtime()->compute_stream();
+  for (int axis = 0; axis < mesh.axis_count(); ++axis) {
+    if (mesh.axis(axis).size == 1) continue;
+    // (sets above, with and without the axis, sets below)
+    const at::Tensor with = all.view({sets >> (axis + 1), 2, std::int64_t{1} << axis}).select(1, 1);
+    at::Tensor some = with.contiguous();
+    void* data = some.is_meta() ? nullptr : some.mutable_data_ptr();
+    mesh.communicator(axis, Use::reduce)
+        .all_reduce(data, data, Elements(some.numel()), some.scalar_type(), ReduceOp::sum, stream, "FSDP:grad_norm");
+    with.copy_(some);
+  }
+  return all.sum();
 }
 
 // Norms of a group's gradients on this rank, one a piece. Units that are still being reduced come last, in their order,
@@ -77,7 +119,7 @@ at::Tensor grad_norm(FsdpContext& context) {
   const auto device = mesh.runtime()->device();
   const auto wide = at::TensorOptions().device(device).dtype(device.is_cuda() ? at::kFloat : at::kDouble);
   const auto local_norms = norms_of_pieces(context, wide.dtype().toScalarType());
-  std::map<std::vector<int>, at::Tensor> sums;                // axes of the sum -> squares of this rank's elements
+  Sums sums;
   std::map<std::vector<int>, std::vector<at::Tensor>> norms;  // of the pieces, in the order of the groups
   for (const FsdpParameterGroup* group : context.groups()) {
     if (!group->trainable()) continue;
@@ -90,16 +132,9 @@ at::Tensor grad_norm(FsdpContext& context) {
   for (const auto& [axes, some] : norms) {
     if (!some.empty()) sums[axes].add_(at::stack(some).square().sum());
   }
-  const Stream stream = mesh.runtime()->compute_stream();
-  at::Tensor total = at::zeros({}, wide);
-  for (auto& [axes, sum] : sums) {
-    void* data = device.is_meta() ? nullptr : sum.mutable_data_ptr();
-    for (int axis : axes) {
-      mesh.communicator(axis, Use::reduce)
-          .all_reduce(data, data, Elements(1), sum.scalar_type(), ReduceOp::sum, stream, "FSDP:grad_norm");
-    }
-    total.add_(sum);
-  }
+  const bool partitioned = std::any_of(context.units().begin(), context.units().end(),
+                                       [](const auto& unit) { return !unit->options().partitioned_axes.empty(); });
+  const at::Tensor total = partitioned ? total_of_all_sets(sums, mesh, wide) : total_of_equal_units(sums, mesh, wide);
   return total.sqrt().to(at::kFloat);
 }
 

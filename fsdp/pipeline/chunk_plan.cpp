@@ -1,23 +1,27 @@
 #include "fsdp/pipeline/chunk_plan.h"
 
 #include <ATen/ops/full_like.h>
+#include <ATen/ops/zeros.h>
+#include <fmt/ranges.h>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/intern.h"
+#include "fsdp/pipeline/stage_channels.h"
 
 namespace fsdp::pipeline {
 namespace {
 
 int slot(NodeKind node) { return static_cast<int>(node) - static_cast<int>(NodeKind::attend); }
 
-constexpr int kKinds = static_cast<int>(NodeKind::loss) + 1;
+constexpr int kKinds = static_cast<int>(NodeKind::loss) + 1;  // those with functions
 
 }  // namespace
 
-NodeRanges::NodeRanges(int layers) {
+NodeRanges::NodeRanges(int layers, int chunk) {
   static constexpr const char* kNames[kKinds] = {"pre", "attend", "dispatch", "experts", "combine", "post", "loss"};
   for (int layer = -1; layer < layers; ++layer) {
-    const std::string prefix = layer < 0 ? "FSDP:node:" : "FSDP:node:" + std::to_string(layer) + ":";
+    std::string prefix = chunk == 0 ? "FSDP:node:" : "FSDP:node:chunk" + std::to_string(chunk) + ":";
+    if (layer >= 0) prefix += std::to_string(layer) + ":";
     for (const char* name : kNames) names_.push_back(intern(prefix + name));
   }
 }
@@ -26,10 +30,11 @@ const char* NodeRanges::of(const NodeCall& call) const {
   return names_[static_cast<std::size_t>((call.layer + 1) * kKinds + static_cast<int>(call.node))];
 }
 
-ChunkPlan::ChunkPlan(StagedModel& model, Lanes& lanes, const NodeRanges& ranges, Microbatch data, bool delay_weights,
-                     double loss_scale)
+ChunkPlan::ChunkPlan(StagedModel& model, Lanes& lanes, const NodeRanges& ranges, StageChannels* channels,
+                     Microbatch data, bool delay_weights, double loss_scale)
     : model_(model),
       ranges_(ranges),
+      channels_(channels),
       state_(lanes),
       data_(std::move(data)),
       delay_weights_(delay_weights),
@@ -91,7 +96,38 @@ std::unique_ptr<ScheduleNode> ChunkPlan::make_node(const NodeCall& call) {
   return std::make_unique<ScheduleNode>(state_, std::move(carry), std::move(function), options);
 }
 
+// What arrives becomes the event that the next node waits for, and not what computes now: the other microbatch goes on.
+void ChunkPlan::cross(const NodeCall& call) {
+  using Way = StageChannels::Way;
+  const Way way = call.pass == Pass::forward ? Way::activations : Way::gradients;
+  const bool arrives = (call.node == NodeKind::previous) == (call.pass == Pass::forward);
+  if (arrives) {
+    flow_ = {channels_->take(way, state_.event)};
+    // On CPUs the arithmetic of both lanes is this thread's.
+    if (!state_.lanes.runtime().enqueue_sets_current_stream()) state_.lanes.stream(Lane::compute).wait(state_.event);
+    if (call.pass == Pass::forward) flow_[0].requires_grad_();
+    return;
+  }
+  FSDP_CHECK(flow_.size() == 1, UsageError, "between pipeline stages one tensor is sent, not {}", flow_.size());
+  const Boundary boundary = model_.boundary(data_);
+  at::Tensor tensor = flow_[0];
+  if (!tensor.defined() || !tensor.is_contiguous()) {
+    const Stream compute = state_.lanes.stream(Lane::compute);
+    compute.wait(state_.event);
+    const auto options = at::TensorOptions().dtype(boundary.dtype).device(state_.lanes.runtime().device());
+    tensor = tensor.defined() ? tensor.detach().contiguous() : at::zeros(boundary.sizes, options);
+    compute.record(state_.event);
+  }
+  FSDP_CHECK(tensor.sizes() == at::IntArrayRef(boundary.sizes) && tensor.scalar_type() == boundary.dtype, UsageError,
+             "a part of a model gives its neighbour {} of {}, but its boundary() says {} of {}",
+             fmt::join(tensor.sizes(), "x"), c10::toString(tensor.scalar_type()), fmt::join(boundary.sizes, "x"),
+             c10::toString(boundary.dtype));
+  channels_->send(way, tensor, state_.event);
+  flow_.clear();
+}
+
 void ChunkPlan::run(const NodeCall& call, const std::function<void()>& before) {
+  if (call.node == NodeKind::previous || call.node == NodeKind::next) return cross(call);
   if (call.pass == Pass::forward) {
     auto made = make_node(call);
     if (call.node == NodeKind::loss) flow_.insert(flow_.end(), data_.targets.begin(), data_.targets.end());

@@ -11,10 +11,12 @@
 
 namespace fsdp::pipeline {
 
+class StageChannels;
+
 // Names of nodes in profilers, "FSDP:node:3:experts"; made once, one for all microbatches.
 class NodeRanges {
  public:
-  explicit NodeRanges(int layers);
+  NodeRanges(int layers, int chunk);
   [[nodiscard]] const char* of(const NodeCall& call) const;
 
  private:
@@ -23,8 +25,9 @@ class NodeRanges {
 
 class ChunkPlan {
  public:
-  ChunkPlan(StagedModel& model, Lanes& lanes, const NodeRanges& ranges, Microbatch data, bool delay_weights,
-            double loss_scale);
+  // `channels`: where tensors of other parts come from and go to; null when the model is whole.
+  ChunkPlan(StagedModel& model, Lanes& lanes, const NodeRanges& ranges, StageChannels* channels, Microbatch data,
+            bool delay_weights, double loss_scale);
 
   // Runs one node; calls come in the order of the chain.
   void run(const NodeCall& call, const std::function<void()>& before);
@@ -40,9 +43,11 @@ class ChunkPlan {
   };
   [[nodiscard]] std::unique_ptr<ScheduleNode> make_node(const NodeCall& call);
   [[nodiscard]] std::unique_ptr<ScheduleNode>& node(const NodeCall& call);
+  void cross(const NodeCall& call);  // to or from another part
 
   StagedModel& model_;
   const NodeRanges& ranges_;
+  StageChannels* const channels_;
   PlanState state_;
   const Microbatch data_;
   const bool delay_weights_;

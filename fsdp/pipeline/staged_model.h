@@ -2,12 +2,15 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "fsdp/base/check.h"
 #include "fsdp/module/fsdp_module.h"
 #include "fsdp/moe/expert_exchange.h"
 #include "fsdp/pipeline/issue_order.h"
@@ -31,15 +34,30 @@ using NodeFunction = std::function<Tensors(const Tensors& inputs, Carry& carry)>
 
 // What one microbatch feeds in.
 struct Microbatch {
-  Tensors inputs;   // of node pre
+  Tensors inputs;   // of node pre; pipeline stages without it read their sizes only
   Tensors targets;  // what node loss compares with; given to it behind the results of post
 };
 
+// What crosses from one part of a model to the next.
+struct Boundary {
+  std::vector<std::int64_t> sizes;
+  c10::ScalarType dtype = c10::kFloat;
+};
+
+// A model, or one of the parts that pipeline stages hold.
 class StagedModel {
  public:
   virtual ~StagedModel() = default;
 
   [[nodiscard]] virtual int layers() const = 0;
+  // A part begins with node pre, or with one tensor of the part before; it ends with post and loss, or with one tensor
+  // for the part after. The functions of nodes that it does not have are not asked for.
+  [[nodiscard]] virtual bool first() const { return true; }
+  [[nodiscard]] virtual bool last() const { return true; }
+  // Of a microbatch between two parts: the same on all ranks.
+  [[nodiscard]] virtual Boundary boundary(const Microbatch&) const {
+    detail::fail<UsageError>("a part of a model must say by boundary() what its neighbours send");
+  }
   // The layer has no experts of its own to exchange with: D and C hand their input through.
   [[nodiscard]] virtual bool dense(int layer) const = 0;
   // The functions of one microbatch's nodes share what they must (counts of tokens, permutations) through what they

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <set>
@@ -11,13 +12,41 @@
 
 namespace fsdp::pipeline {
 
+namespace {
+
+const std::shared_ptr<StagedModel>& first_of(const std::vector<std::shared_ptr<StagedModel>>& chunks) {
+  FSDP_CHECK(!chunks.empty() && std::none_of(chunks.begin(), chunks.end(), [](const auto& c) { return c == nullptr; }),
+             UsageError, "StepDriver: expected at least one part of a model");
+  return chunks.front();
+}
+
+bool arrives(const NodeCall& call) {
+  return (call.node == NodeKind::previous && call.pass == Pass::forward) ||
+         (call.node == NodeKind::next && call.pass == Pass::backward);
+}
+
+// Where a step has issued the layers of both its microbatches: what is left sends to other stages, or hides that.
+std::size_t end_of_layers(const std::vector<NodeCall>& step) {
+  std::size_t end = 0;
+  for (std::size_t i = 0; i < step.size(); ++i) {
+    if (step[i].layer >= 0 && step[i].pass != Pass::weights) end = i + 1;
+  }
+  return end;
+}
+
+}  // namespace
+
 StepDriver::StepDriver(std::shared_ptr<FsdpContext> context, std::shared_ptr<StagedModel> model,
                        const StepOptions& options)
+    : StepDriver(std::move(context), std::vector<std::shared_ptr<StagedModel>>{std::move(model)}, nullptr, options) {}
+
+StepDriver::StepDriver(std::shared_ptr<FsdpContext> context, std::vector<std::shared_ptr<StagedModel>> chunks,
+                       std::shared_ptr<StageChannels> channels, const StepOptions& options)
     : context_(std::move(context)),
-      model_(std::move(model)),
+      chunks_(std::move(chunks)),
+      channels_(std::move(channels)),
       options_(options),
-      ranges_(model_->layers()),
-      lanes_(context_->mesh().runtime(), model_->exchange()),
+      lanes_(context_->mesh().runtime(), first_of(chunks_)->exchange()),
       hooks_(std::make_shared<Hooks>(Hooks{.cursor = GatherCursor(options.gather_ahead)})) {
   FSDP_CHECK(options.gather_ahead >= 0, UsageError, "gather_ahead is {}, expected 0 or more", options.gather_ahead);
   FSDP_CHECK(context_->options().prefetch.kind != Prefetch::Kind::delayed_release, UsageError,
@@ -30,13 +59,31 @@ StepDriver::StepDriver(std::shared_ptr<FsdpContext> context, std::shared_ptr<Sta
                "StepDriver: unit \"{}\" has hooks of its own; shard it with UnitOptions::register_hooks = false",
                unit->name());
   }
-  for (int layer = 0; layer < model_->layers(); ++layer) {
-    for (const NodeKind node : {NodeKind::dispatch, NodeKind::combine}) {
-      FSDP_CHECK(
-          model_->dense(layer) || model_->units(node, layer).empty(), UsageError,
-          "StepDriver: node {} of layer {} reads weights; exchanges run on a stream of their own, where none may be "
-          "read",
-          node == NodeKind::dispatch ? "dispatch" : "combine", layer);
+  const int count = static_cast<int>(chunks_.size());
+  const int stages = channels_ ? channels_->stages() : 1, stage = channels_ ? channels_->stage() : 0;
+  FSDP_CHECK(stages > 1 || count == 1, UsageError,
+             "StepDriver: {} parts of a model need StageChannels between at least two stages", count);
+  FSDP_CHECK(!channels_ || channels_->all_equal(count), UsageError,
+             "StepDriver: stages hold different numbers of parts of the model; this one, {} of {}, holds {}", stage,
+             stages, count);
+  for (int c = 0; c < count; ++c) {
+    const StagedModel& chunk = *chunks_[static_cast<std::size_t>(c)];
+    const bool first = stage == 0 && c == 0, last = stage + 1 == stages && c + 1 == count;
+    FSDP_CHECK(
+        chunk.first() == first && chunk.last() == last, UsageError,
+        "StepDriver: chunk {} of stage {} {} with the embedding and {} with the loss; the first part of a model, and "
+        "no other, begins so, the last one, and no other, ends so",
+        c, stage, chunk.first() ? "begins" : "does not begin", chunk.last() ? "ends" : "does not end");
+    FSDP_CHECK(chunk.exchange() == chunks_.front()->exchange(), UsageError,
+               "StepDriver: chunks 0 and {} have different exchanges; their tokens must go one way, in one order", c);
+    ranges_.emplace_back(chunk.layers(), c);
+    for (int layer = 0; layer < chunk.layers(); ++layer) {
+      for (const NodeKind node : {NodeKind::dispatch, NodeKind::combine}) {
+        FSDP_CHECK(chunk.dense(layer) || chunk.units(node, layer).empty(), UsageError,
+                   "StepDriver: node {} of layer {} reads weights; exchanges run on a stream of their own, where none "
+                   "may be read",
+                   node == NodeKind::dispatch ? "dispatch" : "combine", layer);
+      }
     }
   }
   for (const auto& unit : context_->units()) {
@@ -50,7 +97,8 @@ StepDriver::~StepDriver() { hooks_->alive = false; }
 
 std::vector<FsdpModule*> StepDriver::uses_of(const NodeCall& call) const {
   if (call.pass == Pass::weights) return {};  // weight gradients read no weights
-  return model_->units(call.node, call.layer);
+  if (call.node == NodeKind::previous || call.node == NodeKind::next) return {};
+  return chunk_of(call).units(call.node, call.layer);
 }
 
 void StepDriver::start_cursor(const std::vector<NodeCall>& calls) {
@@ -62,11 +110,45 @@ void StepDriver::start_cursor(const std::vector<NodeCall>& calls) {
   hooks_->cursor.start(std::move(uses));
 }
 
-// C is the last forward node of a layer: its units are not needed until their backward.
+// C is the last forward node of a layer: its units are not needed until their backward. Nor are those of an end of the
+// model, where the other end is another part.
 void StepDriver::release_after_forward(const NodeCall& call) {
-  if (call.pass != Pass::forward || call.node != NodeKind::combine) return;
+  if (call.pass != Pass::forward) return;
+  const StagedModel& chunk = chunk_of(call);
+  const bool one_end = chunk.first() != chunk.last();
+  if (one_end && (call.node == NodeKind::pre || call.node == NodeKind::post)) {
+    for (FsdpModule* unit : uses_of(call)) hooks_->cursor.release(*unit);
+  }
+  if (call.node != NodeKind::combine) return;
   for (const NodeKind node : {NodeKind::attend, NodeKind::experts}) {
-    for (FsdpModule* unit : model_->units(node, call.layer)) hooks_->cursor.release(*unit);
+    for (FsdpModule* unit : chunk_of(call).units(node, call.layer)) hooks_->cursor.release(*unit);
+  }
+}
+
+std::vector<std::vector<NodeCall>> StepDriver::steps(int microbatches) const {
+  PipelineShape shape;
+  shape.chunks.clear();
+  for (const auto& chunk : chunks_)
+    shape.chunks.push_back({.layers = chunk->layers(),
+                            .delay_weights = options_.delay_weights,
+                            .release_early = options_.release_early,
+                            .chunk = static_cast<int>(shape.chunks.size()),
+                            .first = chunk->first(),
+                            .last = chunk->last()});
+  const bool merged = options_.schedule == Schedule::one_f_one_b;
+  if (!channels_)
+    return merged ? one_f_one_b(microbatches, shape.chunks[0]) : sequential(microbatches, shape.chunks[0]);
+  shape.stages = channels_->stages();
+  shape.stage = channels_->stage();
+  return pipeline_steps(microbatches, shape, merged);
+}
+
+void StepDriver::expect_arrivals(const std::vector<NodeCall>& step, const std::vector<Microbatch>& microbatches) {
+  for (const auto& call : step) {
+    if (!arrives(call)) continue;
+    using Way = StageChannels::Way;
+    channels_->expect(call.pass == Pass::forward ? Way::activations : Way::gradients,
+                      chunk_of(call).boundary(microbatches[static_cast<std::size_t>(call.microbatch)]));
   }
 }
 
@@ -76,29 +158,39 @@ std::vector<at::Tensor> StepDriver::run(std::vector<Microbatch> microbatches) {
   const at::AutoGradMode with_gradients(true);
   const auto step_scope = context_->step_scope();
   const MicrobatchOptions outer = context_->current_microbatch();
-  const ChunkShape shape{model_->layers(), options_.delay_weights, options_.release_early};
-  const auto steps = options_.schedule == Schedule::sequential ? sequential(count, shape) : one_f_one_b(count, shape);
+  const auto steps = this->steps(count);
   std::vector<NodeCall> all;
   for (const auto& step : steps) all.insert(all.end(), step.begin(), step.end());
   start_cursor(all);
   issued_.clear();
-  // Units of both ends stay from one to the other.
-  const auto first = model_->units(NodeKind::pre, -1);
-  const std::set<const FsdpModule*> first_units(first.begin(), first.end());
+  // Units of both ends of a chunk stay from one to the other.
+  std::set<const FsdpModule*> first_units;
+  for (const auto& chunk : chunks_) {
+    if (!chunk->first()) continue;
+    const auto some = chunk->units(NodeKind::pre, -1);
+    first_units.insert(some.begin(), some.end());
+  }
 
   std::vector<at::Tensor> losses(microbatches.size());
-  std::map<int, ChunkPlan> plans;
-  for (const auto& step : steps) {
-    bool last = false;  // whether this step holds the last backward
+  std::map<std::pair<int, int>, ChunkPlan> plans;  // [microbatch, chunk]
+  if (channels_) expect_arrivals(steps.front(), microbatches);
+  for (std::size_t s = 0; s < steps.size(); ++s) {
+    const auto& step = steps[s];
+    const bool ends = s + 1 == steps.size();
+    const std::size_t layers_end = end_of_layers(step);
+    bool last = false;  // whether this step holds a chunk's last backward
     for (const auto& call : step) last |= call.pass == Pass::backward && call.microbatch + 1 == count;
     const auto scope = context_->microbatch({.is_last = last && outer.is_last, .reduce = outer.reduce});
-    for (const auto& call : step) {
-      auto found = plans.find(call.microbatch);
+    for (std::size_t i = 0; i < step.size(); ++i) {
+      if (channels_ && i == layers_end && !ends) expect_arrivals(steps[s + 1], microbatches);
+      const NodeCall& call = step[i];
+      const std::pair<int, int> key{call.microbatch, call.chunk};
+      auto found = plans.find(key);
       if (found == plans.end()) {
-        auto& data = microbatches[static_cast<std::size_t>(call.microbatch)];
         found = plans
-                    .try_emplace(call.microbatch, *model_, lanes_, ranges_, std::move(data), options_.delay_weights,
-                                 1.0 / count)
+                    .try_emplace(key, chunk_of(call), lanes_, ranges_[static_cast<std::size_t>(call.chunk)],
+                                 channels_.get(), microbatches[static_cast<std::size_t>(call.microbatch)],
+                                 options_.delay_weights, 1.0 / count)
                     .first;
       }
       const auto units = uses_of(call);
@@ -115,12 +207,14 @@ std::vector<at::Tensor> StepDriver::run(std::vector<Microbatch> microbatches) {
       if (call.node == NodeKind::loss && call.pass == Pass::forward)
         losses[static_cast<std::size_t>(call.microbatch)] = found->second.loss();
     }
-    for (auto& [microbatch, plan] : plans) plan.join();
+    if (channels_ && layers_end == step.size() && !ends) expect_arrivals(steps[s + 1], microbatches);
+    for (auto& [key, plan] : plans) plan.join();
     for (const auto& call : step) {
-      if (call.node == NodeKind::pre && call.pass == Pass::backward) plans.erase(call.microbatch);
+      const bool over = call.pass == Pass::backward && (call.node == NodeKind::pre || call.node == NodeKind::previous);
+      if (over) plans.erase({call.microbatch, call.chunk});
     }
     lanes_.drop_retired();
-    if (!last) continue;
+    if (!ends) continue;
     for (const auto& unit : context_->units()) unit->reshard();
     context_->finish_grad_sync();
   }
@@ -128,27 +222,54 @@ std::vector<at::Tensor> StepDriver::run(std::vector<Microbatch> microbatches) {
   return losses;
 }
 
-Tensors StepDriver::forward_only(const Tensors& inputs, const Tensors* targets) {
+Tensors StepDriver::forward_only(const Microbatch& microbatch, bool with_loss) {
   at::NoGradGuard no_grad;
   const auto step_scope = context_->step_scope();
-  auto calls = merged_step(0, {.layers = model_->layers()}, std::nullopt, {});
-  if (targets == nullptr) std::erase_if(calls, [](const NodeCall& call) { return call.node == NodeKind::loss; });
+  std::vector<NodeCall> calls;
+  for (std::size_t c = 0; c < chunks_.size(); ++c) {
+    const auto some = merged_step(0,
+                                  {.layers = chunks_[c]->layers(),
+                                   .chunk = static_cast<int>(c),
+                                   .first = chunks_[c]->first(),
+                                   .last = chunks_[c]->last()},
+                                  std::nullopt, {});
+    calls.insert(calls.end(), some.begin(), some.end());
+  }
+  if (!with_loss) std::erase_if(calls, [](const NodeCall& call) { return call.node == NodeKind::loss; });
   start_cursor(calls);
-  Tensors flow = inputs;
+  Tensors flow;
   std::optional<LayerCarry> carry;
   StagedModel::LayerFunctions functions;
+  const Stream compute = lanes_.stream(Lane::compute);
   for (const auto& call : calls) {
+    StagedModel& chunk = chunk_of(call);
+    if (call.node == NodeKind::previous) {
+      channels_->expect(StageChannels::Way::activations, chunk.boundary(microbatch));
+      Event arrived;
+      flow = {channels_->take(StageChannels::Way::activations, arrived)};
+      compute.wait(arrived);
+      continue;
+    }
+    if (call.node == NodeKind::next) {
+      Event ready;
+      flow[0] = flow[0].contiguous();
+      compute.record(ready);
+      channels_->send(StageChannels::Way::activations, flow[0], ready);
+      flow.clear();
+      continue;
+    }
+    if (call.node == NodeKind::pre) flow = microbatch.inputs;
     if (call.node == NodeKind::attend || call.layer < 0) carry.emplace();
-    if (call.node == NodeKind::attend) functions = model_->layer_functions(call.layer, 1.0);
+    if (call.node == NodeKind::attend) functions = chunk.layer_functions(call.layer, 1.0);
     for (FsdpModule* unit : uses_of(call)) hooks_->cursor.use(*unit);
-    const NodeFunction f = call.node == NodeKind::pre        ? model_->pre_function()
+    const NodeFunction f = call.node == NodeKind::pre        ? chunk.pre_function()
                            : call.node == NodeKind::attend   ? functions.attend
                            : call.node == NodeKind::dispatch ? functions.dispatch
                            : call.node == NodeKind::experts  ? functions.experts
                            : call.node == NodeKind::combine  ? functions.combine
-                           : call.node == NodeKind::post     ? model_->post_function()
-                                                             : model_->loss_function();
-    if (call.node == NodeKind::loss) flow.insert(flow.end(), targets->begin(), targets->end());
+                           : call.node == NodeKind::post     ? chunk.post_function()
+                                                             : chunk.loss_function();
+    if (call.node == NodeKind::loss) flow.insert(flow.end(), microbatch.targets.begin(), microbatch.targets.end());
     flow = f(flow, *carry);
     release_after_forward(call);
   }
@@ -157,17 +278,20 @@ Tensors StepDriver::forward_only(const Tensors& inputs, const Tensors* targets) 
 }
 
 void StepDriver::reset() {
-  const auto exchange = model_->exchange();
+  const auto exchange = chunks_.front()->exchange();
   if (exchange) exchange->abort("a rank resets its schedule");
+  if (channels_) channels_->abort("a rank resets its schedule");
   context_->reset();
   if (exchange) exchange->reset();
+  if (channels_) channels_->reset();
   lanes_.forget();
 }
 
 at::Tensor StepDriver::evaluate(const Microbatch& microbatch) {
-  return forward_only(microbatch.inputs, &microbatch.targets)[0];
+  const Tensors flow = forward_only(microbatch, /*with_loss=*/true);
+  return flow.empty() ? at::Tensor() : flow[0];
 }
 
-Tensors StepDriver::predict(const Tensors& inputs) { return forward_only(inputs, nullptr); }
+Tensors StepDriver::predict(const Tensors& inputs) { return forward_only({inputs, {}}, /*with_loss=*/false); }
 
 }  // namespace fsdp::pipeline

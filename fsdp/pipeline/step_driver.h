@@ -18,6 +18,7 @@
 #include "fsdp/module/context.h"
 #include "fsdp/pipeline/chunk_plan.h"
 #include "fsdp/pipeline/gather_cursor.h"
+#include "fsdp/pipeline/stage_channels.h"
 
 namespace fsdp::pipeline {
 
@@ -37,11 +38,16 @@ class StepDriver {
  public:
   // Throws UsageError naming a unit whose hooks would interfere.
   StepDriver(std::shared_ptr<FsdpContext> context, std::shared_ptr<StagedModel> model, const StepOptions& options);
+  // A pipeline: `chunks` are this rank's parts of the model, in order, all their units in one context, sharded over the
+  // other axes of the mesh. Interleaved 1F1B where a stage has several; every stage has as many.
+  StepDriver(std::shared_ptr<FsdpContext> context, std::vector<std::shared_ptr<StagedModel>> chunks,
+             std::shared_ptr<StageChannels> channels, const StepOptions& options);
   ~StepDriver();
   StepDriver(const StepDriver&) = delete;
   StepDriver& operator=(const StepDriver&) = delete;
 
-  // One step: every microbatch's loss (a scalar without graph), in order. Each loss's gradient is 1 / microbatches.
+  // One step: every microbatch's loss (a scalar without graph), in order; undefined except on a pipeline's last stage.
+  // All stages are given the same microbatches. Each loss's gradient is 1 / microbatches.
   // Gradients are complete and ordered before what the current stream does next (with
   // ContextOptions::overlap_optimizer: before the library's optimizers). An outer microbatch scope holds: under no_sync
   // the step reduces no further than its microbatches do.
@@ -51,9 +57,9 @@ class StepDriver {
   // ranks call it instead of FsdpContext::reset. Blocks the host.
   void reset();
 
-  // The loss of one microbatch, without gradients. Collective all the same.
+  // The loss of one microbatch, without gradients. Collective all the same; undefined except on the last stage.
   [[nodiscard]] at::Tensor evaluate(const Microbatch& microbatch);
-  // The results of node post for these inputs.
+  // The results of node post for these inputs; none except on the last stage.
   [[nodiscard]] Tensors predict(const Tensors& inputs);
 
   // The nodes of the last step as they were issued.
@@ -64,12 +70,18 @@ class StepDriver {
   [[nodiscard]] std::vector<FsdpModule*> uses_of(const NodeCall& call) const;
   void start_cursor(const std::vector<NodeCall>& calls);
   void release_after_forward(const NodeCall& call);
-  Tensors forward_only(const Tensors& inputs, const Tensors* targets);
+  Tensors forward_only(const Microbatch& microbatch, bool with_loss);
+  [[nodiscard]] StagedModel& chunk_of(const NodeCall& call) const {
+    return *chunks_[static_cast<std::size_t>(call.chunk)];
+  }
+  [[nodiscard]] std::vector<std::vector<NodeCall>> steps(int microbatches) const;
+  void expect_arrivals(const std::vector<NodeCall>& step, const std::vector<Microbatch>& microbatches);
 
   const std::shared_ptr<FsdpContext> context_;
-  const std::shared_ptr<StagedModel> model_;
+  const std::vector<std::shared_ptr<StagedModel>> chunks_;
+  const std::shared_ptr<StageChannels> channels_;  // null: no pipeline
   const StepOptions options_;
-  const NodeRanges ranges_;
+  std::vector<NodeRanges> ranges_;  // [chunk]
   Lanes lanes_;
   // Shared with the units' hooks, which outlive the driver.
   struct Hooks {

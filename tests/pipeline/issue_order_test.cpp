@@ -3,9 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <set>
 #include <sstream>
+
+#include "fsdp/base/error.h"
 
 namespace fsdp::pipeline {
 namespace {
@@ -96,6 +99,107 @@ TEST(IssueOrder, KeepsTheChainsOfEveryMicrobatch) {
                     before(name + "w", node + std::to_string(l) + "." + std::to_string(m + 1) + "b");
                 }
               }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+PipelineShape stage_of(int stages, int stage, int chunks) {
+  PipelineShape shape{stages, stage, {}};
+  for (int c = 0; c < chunks; ++c)
+    shape.chunks.push_back(
+        {.layers = 1, .chunk = c, .first = stage == 0 && c == 0, .last = stage + 1 == stages && c + 1 == chunks});
+  return shape;
+}
+
+TEST(PipelineOrder, FirstAndLastOfTwoStagesWithTwoChunks) {
+  const auto first = pipeline_steps(2, stage_of(2, 0, 2)), last = pipeline_steps(2, stage_of(2, 1, 2));
+  ASSERT_EQ(first.size(), 8u);  // all four forwards, then all backwards
+  EXPECT_EQ(text(first[0]), "pre.0f A0.0f D0.0f E0.0f C0.0f next.0f");
+  EXPECT_EQ(text(first[2]), "previous@1.0f A0@1.0f D0@1.0f E0@1.0f C0@1.0f next@1.0f");
+  EXPECT_EQ(text(first[4]), "next@1.0b C0@1.0b E0@1.0b E0@1.0w D0@1.0b A0@1.0b previous@1.0b A0@1.0w");
+  ASSERT_EQ(last.size(), 7u);
+  EXPECT_EQ(text(last[3]),
+            "loss@1.0b previous@1.1f post@1.0b C0@1.0b A0@1.1f E0@1.0b D0@1.1f E0@1.0w D0@1.0b E0@1.1f C0@1.1f "
+            "A0@1.0b previous@1.0b A0@1.0w post@1.1f loss@1.1f");
+}
+
+TEST(PipelineOrder, SeveralChunksNeedAMultipleOfTheStages) {
+  EXPECT_THROW(static_cast<void>(pipeline_steps(3, stage_of(2, 0, 2))), UsageError);
+  EXPECT_EQ(pipeline_steps(3, stage_of(2, 0, 1)).size(), 6u);
+}
+
+// All stages together, a step each a turn: whoever waits for what nobody has sent yet stands still. No standstill is
+// for ever, no message is taken out of order, and once the first gradients are there nobody waits at all until work
+// ends.
+TEST(PipelineOrder, StagesFitTogether) {
+  for (int stages = 1; stages <= 4; ++stages) {
+    for (int chunks = 1; chunks <= 3; ++chunks) {
+      for (int microbatches = stages; microbatches <= 4 * stages; microbatches += stages) {
+        for (const bool merged : {true, false}) {
+          const std::string name = std::to_string(stages) + " stages, " + std::to_string(chunks) + " chunks, " +
+                                   std::to_string(microbatches) + " microbatches";
+          std::vector<std::vector<std::vector<NodeCall>>> steps;
+          for (int s = 0; s < stages; ++s)
+            steps.push_back(pipeline_steps(microbatches, stage_of(stages, s, chunks), merged));
+          // Messages under way, by their receiver: (microbatch, chunk there).
+          std::vector<std::vector<std::pair<int, int>>> activations(stages), gradients(stages);
+          std::vector<std::size_t> next(stages, 0);
+          std::vector<int> waited(stages, 0);
+          std::set<std::string> done;
+          int turns = 0;
+          for (bool over = false; !over; ++turns) {
+            ASSERT_LT(turns, 1000) << name << ": a standstill";
+            const auto activations_before = activations, gradients_before = gradients;
+            over = true;
+            for (int s = 0; s < stages; ++s) {
+              if (next[s] == steps[s].size()) continue;
+              over = false;
+              const auto& step = steps[s][next[s]];
+              bool ready = true;
+              for (const auto& call : step) {
+                const bool takes_activation = call.node == NodeKind::previous && call.pass == Pass::forward;
+                const bool takes_gradient = call.node == NodeKind::next && call.pass == Pass::backward;
+                if (!takes_activation && !takes_gradient) continue;
+                const auto& box = takes_activation ? activations_before[s] : gradients_before[s];
+                ready &= !box.empty();
+                if (!box.empty()) {
+                  EXPECT_EQ(box.front(), std::pair(call.microbatch, call.chunk)) << name << ", stage " << s;
+                }
+              }
+              if (!ready) {
+                ++waited[s];
+                continue;
+              }
+              for (const auto& call : step) {
+                const bool is_new = done.insert(std::to_string(s) + " " + to_string(call)).second;
+                EXPECT_TRUE(is_new) << name << ": " << to_string(call);
+                if (call.node == NodeKind::previous && call.pass == Pass::forward)
+                  activations[s].erase(activations[s].begin());
+                if (call.node == NodeKind::next && call.pass == Pass::backward)
+                  gradients[s].erase(gradients[s].begin());
+                if (call.node == NodeKind::next && call.pass == Pass::forward)
+                  activations[(s + 1) % stages].emplace_back(call.microbatch, call.chunk + (s + 1 == stages ? 1 : 0));
+                if (call.node == NodeKind::previous && call.pass == Pass::backward)
+                  gradients[(s + stages - 1) % stages].emplace_back(call.microbatch, call.chunk - (s == 0 ? 1 : 0));
+              }
+              ++next[s];
+            }
+          }
+          for (int s = 0; s < stages; ++s) {
+            EXPECT_TRUE(activations[s].empty() && gradients[s].empty()) << name;
+            EXPECT_EQ(std::count_if(done.begin(), done.end(),
+                                    [&](const std::string& d) { return d.starts_with(std::to_string(s) + " A0"); }),
+                      3 * microbatches * chunks)
+                << name;
+            // The pipeline fills before a stage's first step; it waits again only for the first gradients' way back,
+            // and only where so few microbatches come that nothing is left to do meanwhile.
+            const bool enough = microbatches * chunks >= 2 * (stages - 1 - s) + (chunks - 1) * stages + 1;
+            if (enough && microbatches >= 2 * stages) {
+              EXPECT_LE(waited[s], s) << name << ", stage " << s;
             }
           }
         }
