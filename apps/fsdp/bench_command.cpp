@@ -18,6 +18,7 @@ void BenchCommand::add_to(CLI::App& app) {
   step_->add_flag("--late", step.late, "The first prefetch of backward waits for half of the first unit's gradients");
   step_->add_flag("--nccl", step.nccl, "Real ranks, one a GPU, instead of a loopback");
   step_->add_option("--symmetric", step.symmetric, "With --nccl: registered memory, true or false");
+  step_->add_option("--one-sided", step.one_sided, "With --nccl: gathers read the peers' shares, true or false");
   step_->add_flag("--copy-engine-reducer", step.copy_engine_reducer, "With --nccl: reductions by copy engine");
   step_->add_flag("--serve", step.serve, "Run the mode named on each line of the input");
 
@@ -49,6 +50,7 @@ void BenchCommand::add_to(CLI::App& app) {
       ->check(CLI::Range(0, 128));
   overlap_->add_flag("--nccl", overlap.nccl, "Real ranks, one a GPU, instead of a loopback");
   overlap_->add_option("--symmetric", overlap.symmetric, "With --nccl: registered memory, true or false");
+  overlap_->add_option("--one-sided", overlap.one_sided, "With --nccl: gathers read the peers' shares, true or false");
   overlap_->add_flag("--copy-engine-reducer", overlap.copy_engine_reducer, "With --nccl: reductions by copy engine");
   overlap_->add_option("--trace", overlap.trace, "Write the steps as a Chrome trace to this file");
 
@@ -58,6 +60,7 @@ void BenchCommand::add_to(CLI::App& app) {
   schedule_->add_option("--sequences", schedule.sequences)->check(CLI::Range(1, 4096));
   schedule_->add_option("--context", schedule.context)->check(CLI::Range(16, 1 << 20));
   schedule_->add_option("--ranks", schedule.ranks, "Ranks that share the experts")->check(CLI::Range(2, 4096));
+  schedule_->add_flag("--nccl", schedule.nccl, "Real ranks, one a GPU, instead of a loopback");
   schedule_->add_flag("--simulated", schedule.simulated, "On the virtual clock, without a GPU");
   schedule_->add_option("--link", schedule.link_gigabytes_per_second, "GB/s of the virtual clock's links")
       ->check(CLI::PositiveNumber);

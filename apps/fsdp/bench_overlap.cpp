@@ -78,6 +78,7 @@ int bench_overlap(const BenchOverlapCommand& command) {
   options.keep_last = command.keep_last;
   options.unify_communication_stream = command.unify;
   options.symmetric_memory = command.symmetric;
+  options.one_sided_gathers = command.one_sided;
   if (command.copy_engine_reducer) options.reducer = Reducer::copy_engine;
   auto context = FsdpContext::create(DeviceMesh(world, {{"dp", command.ranks}}), options);
   UnitOptions unit;
@@ -157,6 +158,7 @@ int bench_overlap(const BenchOverlapCommand& command) {
       {"carve_out", command.carve_out},
       {"loopback", command.nccl ? "none: NCCL" : "link"},
       {"symmetric", command.symmetric},
+      {"one_sided", command.one_sided},
       {"copy_engine_reducer", command.copy_engine_reducer},
       {"steps", command.steps},
       {"gathers", range(least.gathers, most.gathers)},

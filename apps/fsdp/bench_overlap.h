@@ -15,13 +15,13 @@ struct BenchOverlapCommand {
   int gather_multiprocessors = 0;  // held by a gather; 0: the copy engine does it
   int carve_out = 0;               // multiprocessors that matrix products leave free
   bool nccl = false;               // real ranks, one a GPU, instead of a loopback
-  bool symmetric = true, copy_engine_reducer = false;  // with nccl
-  std::string trace;                                   // all steps as a Chrome trace, of rank 0
+  bool symmetric = true, one_sided = true, copy_engine_reducer = false;  // with nccl
+  std::string trace;                                                     // all steps as a Chrome trace, of rank 0
 };
 
-// Rank 0 of several on a loopback that takes the time of a link, or real ranks, each of which profiles itself. Prints one
-// JSON object, of rank 0: of all steps the least and most collectives that were hidden, and medians of the times. Exit
-// code 1 when a step of a loopback hid fewer than the schedule promises.
+// Rank 0 of several on a loopback that takes the time of a link, or real ranks, each of which profiles itself. Prints
+// one JSON object, of rank 0: of all steps the least and most collectives that were hidden, and medians of the times.
+// Exit code 1 when a step of a loopback hid fewer than the schedule promises.
 int bench_overlap(const BenchOverlapCommand& command);
 
 }  // namespace fsdp::app

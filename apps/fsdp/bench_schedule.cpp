@@ -13,6 +13,8 @@
 
 #include "apps/fsdp/console.h"
 #include "fsdp/base/check.h"
+#include "fsdp/mesh/cuda_world.h"
+#include "fsdp/mesh/spawn_ranks.h"
 #include "fsdp/pipeline/step_driver.h"
 #include "fsdp/runtime/device_profile.h"
 #include "fsdp/trace/chrome_writer.h"
@@ -79,6 +81,9 @@ nlohmann::json describe(const BenchScheduleCommand& command, const Mode& mode, c
   return {{"bench", "schedule"},
           {"preset", command.preset},
           {"clock", command.simulated ? "virtual" : "device"},
+          {"loopback", command.nccl        ? "none: NCCL"
+                       : command.simulated ? "simulated"
+                                           : "link"},
           {"schedule", mode.name},
           {"layers", command.layers},
           {"tokens", command.sequences * command.context},
@@ -123,7 +128,12 @@ int on_virtual_clock(const BenchScheduleCommand& command, const models::MoeConfi
 }
 
 int on_device(const BenchScheduleCommand& command, const models::MoeConfig& config) {
-  const World world = World::loopback({.size = command.ranks, .mode = LoopbackOptions::Mode::link});
+  if (command.nccl) {
+    static_cast<void>(uses_cuda(DeviceKind::cuda));  // says once why it cannot be
+    if (const auto code = spawn_ranks(command.ranks)) return *code;
+  }
+  const World world = command.nccl ? World::from_environment({.device = DeviceKind::cuda})
+                                   : World::loopback({.size = command.ranks, .mode = LoopbackOptions::Mode::link});
   Runtime& runtime = *world.runtime();
   const auto wait = [&] { runtime.compute_stream().synchronize(); };
   const auto options = at::TensorOptions().dtype(at::kLong).device(runtime.device());
@@ -156,6 +166,7 @@ int on_device(const BenchScheduleCommand& command, const models::MoeConfig& conf
     auto line = describe(command, mode, spans, run);
     line["step_ms"] = times[times.size() / 2];
     line["peak_gib"] = static_cast<double>(peak.value()) / (1 << 30);
+    if (world.rank() != Rank(0)) continue;
     console::print(line.dump());
     write_trace(command, mode, spans);
   }

@@ -61,6 +61,11 @@ class TimedGroup final : public CommunicatorBackend {
   [[nodiscard]] bool reduce_by_copies(Bytes largest, Kernels& kernels) override {
     return inner_->reduce_by_copies(largest, kernels);
   }
+  [[nodiscard]] Bytes peer_granularity() const override { return inner_->peer_granularity(); }
+  [[nodiscard]] std::shared_ptr<PeerMemory> make_peer_memory(const std::vector<PeerPart>& parts,
+                                                             std::string& why) override {
+    return inner_->make_peer_memory(parts, why);
+  }
 
  private:
   std::shared_ptr<CommunicatorBackend> inner_;
@@ -96,6 +101,7 @@ class StepMode final : public Mode {
       options.prefetch = command.depth == 0 ? Prefetch::none() : Prefetch::depth(command.depth);
       options.late_first_prefetch = command.late;
       options.symmetric_memory = command.symmetric;
+      options.one_sided_gathers = command.one_sided;
       if (command.copy_engine_reducer) options.reducer = Reducer::copy_engine;
       context_ = FsdpContext::create(make_mesh(), options);
       shard_bench_stack(*context_, model_, {});
@@ -266,6 +272,7 @@ nlohmann::json description(const BenchStepCommand& command) {
                        : command.link ? "link"
                                       : "copy"},
           {"symmetric", command.symmetric},
+          {"one_sided", command.one_sided},
           {"copy_engine_reducer", command.copy_engine_reducer},
           {"late_first_prefetch", command.late},
           {"depth", command.depth}};

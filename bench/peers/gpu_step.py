@@ -6,12 +6,19 @@ libfsdp's loopback does. The other side is `fsdp bench step --serve`, a child pr
 
   gpu_step.py FSDP_COMMAND --shape A --modes local,graph,fsdp2,ours:bare,ours:sharded --rounds 10
 
+With --nccl PyTorch's modes run on real ranks, one a GPU, without libfsdp beside them (`fsdp bench step --nccl` measures
+that, and the step without sharding too). Modes then are also ddp, fsdp2-kept (weights stay gathered after forward) and
+fsdp2-compiled.
+
 Prints one JSON object a mode; `x_local` is the step over PyTorch's local one of the same rounds."""
 import argparse
 import gc
 import json
+import os
+import socket
 import statistics
 import subprocess
+import sys
 import time
 
 import torch
@@ -84,16 +91,19 @@ class Torch:
         with torch.device("cuda"):
             self.blocks = nn.Sequential(*[Block(width, ffn) for _ in range(layers)])
         torch.set_default_dtype(torch.float32)
-        if mode == "compiled":
+        if mode.endswith("compiled"):
             for i in range(layers):
                 self.blocks[i] = torch.compile(self.blocks[i], fullgraph=True, dynamic=False)
-        if mode == "fsdp2":
+        self.model = self.blocks
+        if mode == "ddp":
+            self.model = nn.parallel.DistributedDataParallel(self.blocks, gradient_as_bucket_view=True)
+        if mode.startswith("fsdp2"):
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
 
             mesh = init_device_mesh("cuda", (ranks,))
             for block in self.blocks:
-                fully_shard(block, mesh=mesh, reshard_after_forward=True)
+                fully_shard(block, mesh=mesh, reshard_after_forward=mode != "fsdp2-kept")
             fully_shard(self.blocks, mesh=mesh)
         self.x = torch.randn(1, tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         self.one = torch.ones_like(self.x)
@@ -110,7 +120,7 @@ class Torch:
             self.capture()
 
     def step(self):
-        y = self.blocks(self.x)
+        y = self.model(self.x)
         middle = time.perf_counter()
         y.backward(self.one)
         end = time.perf_counter()
@@ -137,6 +147,7 @@ class Torch:
         times = []
         for _ in range(count):
             torch.cuda.synchronize()
+            meet()
             start = time.perf_counter()
             if self.graph is not None:
                 self.graph.replay()
@@ -146,6 +157,13 @@ class Torch:
             torch.cuda.synchronize()
             times.append([milliseconds(t) for t in (time.perf_counter() - start, middle - start, end - middle)])
         return times
+
+
+def meet():
+    """Real ranks start each step together."""
+    if os.environ.get("GPU_STEP_RANKS"):
+        dist.barrier()
+        torch.cuda.synchronize()
 
 
 class Ours:
@@ -178,6 +196,29 @@ class Server:
         self.process.wait()
 
 
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def spawn(ranks):
+    """Runs this script once a rank; -> exit code."""
+    port = free_port()
+    children = []
+    for rank in range(ranks):
+        environment = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+                           LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                           GPU_STEP_RANKS=str(ranks))
+        children.append(subprocess.Popen([sys.executable] + sys.argv, env=environment))
+    while all(child.poll() is None for child in children):
+        time.sleep(0.1)
+    for child in children:
+        if any(other.poll() for other in children):  # one has failed
+            child.kill()
+    return max(abs(child.wait()) for child in children)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", help="the command fsdp")
@@ -189,13 +230,22 @@ def main():
     parser.add_argument("--link", action="store_true")
     parser.add_argument("--late", action="store_true")
     parser.add_argument("--steps", type=int, default=1, help="in a row, a round")
+    parser.add_argument("--nccl", action="store_true", help="real ranks, one a GPU")
     options = parser.parse_args()
 
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    if options.nccl:
+        if "ours" in options.modes:
+            parser.error("--nccl measures PyTorch alone; for libfsdp run `fsdp bench step --nccl`")
+        if "GPU_STEP_RANKS" not in os.environ:
+            sys.exit(spawn(options.ranks))
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    else:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.cuda.set_device(0)
-    dist.init_process_group("fake", rank=0, world_size=options.ranks, store=FakeStore())
-    emulate_collectives(options.ranks)
+        torch.cuda.set_device(0)
+        dist.init_process_group("fake", rank=0, world_size=options.ranks, store=FakeStore())
+        emulate_collectives(options.ranks)
     command = [options.command, "bench", "step", "--serve", "--shape", options.shape, "--ranks", str(options.ranks),
                "--depth", str(options.depth)] + (["--link"] if options.link else []) + (["--late"] if options.late else [])
     server = Server(command) if "ours" in options.modes else None
@@ -210,10 +260,16 @@ def main():
             times[mode] += runner.run(options.steps)
     if server:
         server.close()
+    if options.nccl:
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        if rank != 0:
+            return
     median = {mode: statistics.median(t[0] for t in times[mode]) for mode in modes}
     for mode, runner in modes.items():
         line = {"bench": "gpu_step", "shape": options.shape, "mode": mode, "ranks": options.ranks,
-                "loopback": "link" if options.link else "copy", "depth": options.depth, "step_ms": round(median[mode], 3),
+                "loopback": "none: NCCL" if options.nccl else "link" if options.link else "copy",
+                "depth": options.depth, "step_ms": round(median[mode], 3),
                 "step_ms_least": round(min(t[0] for t in times[mode]), 3),
                 "forward_host_us_per_unit": round(1000 * statistics.median(t[1] for t in times[mode]) / layers, 1),
                 "backward_host_us_per_unit": round(1000 * statistics.median(t[2] for t in times[mode]) / layers, 1),

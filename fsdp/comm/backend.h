@@ -4,10 +4,13 @@
 #include <c10/core/Allocator.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "fsdp/base/types.h"
 #include "fsdp/comm/collective.h"
+#include "fsdp/comm/peer_memory.h"
 
 namespace fsdp {
 
@@ -45,6 +48,15 @@ class CommunicatorBackend {
   // their copy engines, and a local sum in rank order, in fp32, rounded once. Collective, blocks the host. Returns
   // whether they can be; the caller makes sure that all ranks agree, and takes it back with Bytes(0) otherwise.
   [[nodiscard]] virtual bool reduce_by_copies(Bytes /*largest*/, Kernels&) { return false; }
+
+  // Memory in which gathers read the other ranks' shares where they rest. Sizes of shares are multiples of this; 0:
+  // there is none, equal on all ranks.
+  [[nodiscard]] virtual Bytes peer_granularity() const { return Bytes(0); }
+  // Collective, blocks the host. Null when a rank could not; then `why` says what was in the way, where it was.
+  [[nodiscard]] virtual std::shared_ptr<PeerMemory> make_peer_memory(const std::vector<PeerPart>&,
+                                                                     std::string& /*why*/) {
+    return nullptr;
+  }
 
   // Which way operations take, for reports: "ring", "copy engine", ...; empty where there is only one.
   [[nodiscard]] virtual std::string path() const { return {}; }

@@ -40,10 +40,12 @@ class Arena {
     std::int64_t size = 0;
     std::vector<Event> users;
   };
+  using FreeList = std::map<std::int64_t, Free>;                           // by offset
+  [[nodiscard]] FreeList::const_iterator find(std::int64_t wanted) const;  // the first of neighbours that have room
 
   c10::DataPtr memory_;
   Bytes size_, in_use_, peak_;
-  std::map<std::int64_t, Free> free_;           // by offset; neighbours are merged
+  FreeList free_;
   std::map<std::int64_t, std::int64_t> taken_;  // offset -> size
 };
 

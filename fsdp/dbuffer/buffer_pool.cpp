@@ -37,6 +37,16 @@ c10::DataPtr BufferPool::acquire(Bytes size, Source source) {
   return runtime_->allocate(size, owner_ ? owner_ : runtime_->compute_stream());
 }
 
+c10::DataPtr BufferPool::borrow(void* memory, Bytes size) {
+  count_in(size);
+  return {memory, runtime_->device()};
+}
+
+void BufferPool::end_of_loan(Bytes size) {
+  in_use_ -= size;
+  --live_;
+}
+
 void BufferPool::release(c10::DataPtr buffer, Bytes size) {
   in_use_ -= size;
   --live_;

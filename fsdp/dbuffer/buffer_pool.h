@@ -36,6 +36,9 @@ class BufferPool {
   // As release, but another stream than the owner may still use it: it is kept until `collect`.
   void release_later(c10::DataPtr buffer, Bytes size);
   void collect();  // the owner has waited for all others
+  // Memory of another's, used as if it came from here: counted, and not kept.
+  [[nodiscard]] c10::DataPtr borrow(void* memory, Bytes size);
+  void end_of_loan(Bytes size);
   // Moves a buffer in use from another pool's books to this one's.
   void adopt_from(BufferPool& other, Bytes size);
   void trim();  // gives unused memory back; the caller makes sure that no stream still touches it

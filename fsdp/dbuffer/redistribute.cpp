@@ -51,4 +51,14 @@ ElementRange reduce_in_place(const DBuffer& buffer, const PlacementList& to, con
   return range;
 }
 
+int only_gather_axis(const PlacementList& from, const SubMesh& mesh) {
+  int found = -1;
+  for (std::size_t axis = 0; axis < from.size(); ++axis) {
+    if (from[axis] != Placement::flat || mesh.sizes()[axis] == 1) continue;
+    if (found >= 0) return -1;
+    found = static_cast<int>(axis);
+  }
+  return found;
+}
+
 }  // namespace fsdp

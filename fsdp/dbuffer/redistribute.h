@@ -13,4 +13,8 @@ void gather(const DBuffer& from, const DBuffer& to, const Stream& stream, const 
 // then hold this rank's result. The rest of the buffer is left with unspecified values. Uses the reduce communicators.
 ElementRange reduce_in_place(const DBuffer& buffer, const PlacementList& to, const Stream& stream, const char* label);
 
+// The one axis, of the mesh's, over which `gather` from these placements to all replicated moves data; -1: none, or
+// several.
+[[nodiscard]] int only_gather_axis(const PlacementList& from, const SubMesh& mesh);
+
 }  // namespace fsdp

@@ -19,8 +19,10 @@ ElementRange intersect(ElementRange a, ElementRange b) {
   return {begin, std::clamp(b.end, begin, a.end)};
 }
 
-GlobalLayout::GlobalLayout(std::span<const std::int64_t> tensor_sizes, std::int64_t shard_count)
+GlobalLayout::GlobalLayout(std::span<const std::int64_t> tensor_sizes, std::int64_t shard_count,
+                           std::int64_t shard_alignment)
     : shard_count_(shard_count) {
+  FSDP_INVARIANT(shard_alignment > 0 && shard_alignment % kAlignment == 0);
   FSDP_CHECK(shard_count >= 1, UsageError, "a layout needs at least one shard, got {}", shard_count);
   std::int64_t offset = 0;
   for (std::int64_t size : tensor_sizes) {
@@ -30,7 +32,7 @@ GlobalLayout::GlobalLayout(std::span<const std::int64_t> tensor_sizes, std::int6
     tensors_.push_back({offset, offset + size});
     offset = round_up(offset + size, kAlignment);
   }
-  padded_size_ = round_up(offset, kAlignment * shard_count);
+  padded_size_ = round_up(offset, shard_alignment * shard_count);
 }
 
 ElementRange GlobalLayout::shard(const PlacementList& placements, std::span<const int> sizes,

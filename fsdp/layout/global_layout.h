@@ -33,7 +33,9 @@ class GlobalLayout {
   GlobalLayout() = default;
   // `tensor_sizes` in elements, [tensor index]; `shard_count` is the largest number of pieces the range is ever split
   // into (the product of the sizes of all axes that are flat in any placement).
-  GlobalLayout(std::span<const std::int64_t> tensor_sizes, std::int64_t shard_count);
+  // `shard_alignment`: every shard is a multiple of so many elements.
+  GlobalLayout(std::span<const std::int64_t> tensor_sizes, std::int64_t shard_count,
+               std::int64_t shard_alignment = kAlignment);
 
   [[nodiscard]] Elements padded_size() const { return Elements(padded_size_); }
   [[nodiscard]] std::int64_t shard_count() const { return shard_count_; }

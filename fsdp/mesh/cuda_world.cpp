@@ -24,12 +24,13 @@ class NcclGroups {
  public:
   NcclGroups(std::shared_ptr<World::Backend> host, std::shared_ptr<Runtime> runtime,
              std::function<std::string()> peer_failure, std::chrono::milliseconds deadline,
-             std::string no_symmetric_memory)
+             std::string no_symmetric_memory, bool same_host)
       : host_(std::move(host)),
         runtime_(std::move(runtime)),
         peer_failure_(std::move(peer_failure)),
         deadline_(deadline),
-        no_symmetric_memory_(std::move(no_symmetric_memory)) {}
+        no_symmetric_memory_(std::move(no_symmetric_memory)),
+        same_host_(same_host) {}
 
   std::shared_ptr<CommunicatorBackend> create(std::span<const int> ranks, int group_rank, const std::string& key,
                                               GroupUse use) {
@@ -47,6 +48,7 @@ class NcclGroups {
                           .ctas = use == GroupUse::reduce ? kReduceCtas : 0,
                           .copy_engine_from = copy_engine_from(),
                           .why_no_symmetric_memory = no_symmetric_memory_,
+                          .same_host = same_host_,
                           .deadline = deadline_,
                           .report = [host = host_](const std::string& what) { report(World(host), what); },
                           .peer_failure = peer_failure_,
@@ -76,6 +78,7 @@ class NcclGroups {
   const std::function<std::string()> peer_failure_;
   const std::chrono::milliseconds deadline_;
   const std::string no_symmetric_memory_;
+  const bool same_host_;
   std::map<std::vector<int>, std::weak_ptr<nccl::Parent>> parents_;
 };
 
@@ -129,7 +132,8 @@ World cuda_world(std::shared_ptr<World::Backend> host, const Launcher& launcher,
   auto groups = std::make_shared<NcclGroups>(host, backend->runtime, peer_failure, deadline,
                                              launcher.local_size < launcher.size ? "the ranks are on several hosts"
                                              : shared                            ? "ranks share a GPU"
-                                                                                 : "");
+                                                                                 : "",
+                                             launcher.local_size == launcher.size);
   backend->create_group = [groups](std::span<const int> ranks, int group_rank, const std::string& key, GroupUse use) {
     return groups->create(ranks, group_rank, key, use);
   };

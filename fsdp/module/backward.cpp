@@ -216,6 +216,7 @@ void Scheduler::end_of_microbatch() {
 }
 
 void Scheduler::join_gathers() {
+  if (microbatch_.is_last) settle_reads();
   Event gathered;
   gather_stream_.record(gathered);  // a gather nobody read must not meet the optimizer's writes
   compute_stream().wait(gathered);

@@ -92,7 +92,7 @@ const MicrobatchOptions& FsdpContext::current_microbatch() const { return schedu
 FsdpContext::CapturedStep FsdpContext::capture(const std::function<at::Tensor()>& step) {
   finalize();
   scheduler_->check_idle("capture");
-  scheduler_->weights_changed();  // so that a replay reads leaves that were written since the capture
+  scheduler_->before_capture();
   CapturedStep captured;
   captured.context_ = shared_from_this();
   try {

@@ -38,12 +38,13 @@ struct MaterializeOptions {
 
 // Counters since the context was made.
 struct ContextCounters {
-  std::int64_t unshards = 0;          // units gathered or refreshed
-  std::int64_t prefetched = 0;        // of them, before they were needed
-  std::int64_t reductions = 0;        // units reduced
-  std::int64_t order_mismatches = 0;  // of Prefetch::recorded
-  std::int64_t arena_misses = 0;      // buffers that found no room in the arena and came from the allocator
-  std::int64_t waits_for_device = 0;  // by the host, to learn whether parameters that this rank did not use were used
+  std::int64_t unshards = 0;           // units gathered or refreshed
+  std::int64_t prefetched = 0;         // of them, before they were needed
+  std::int64_t reductions = 0;         // units reduced
+  std::int64_t order_mismatches = 0;   // of Prefetch::recorded
+  std::int64_t one_sided_gathers = 0;  // of `unshards`: some of the unit's weights were read from the peers' memory
+  std::int64_t arena_misses = 0;       // buffers that found no room in the arena and came from the allocator
+  std::int64_t waits_for_device = 0;   // by the host, to learn whether parameters that this rank did not use were used
   int peak_gathered_units = 0;
   int peak_reduce_slots = 0;  // at most 2
 };
@@ -136,7 +137,7 @@ class FsdpContext : public std::enable_shared_from_this<FsdpContext> {
   // while no backward was between: the next forward then gathers anew. Optimizer steps and in-place writes need no
   // call.
   void weights_changed();
-  void optimizer_stepped();  // the same, by an optimizer on every rank
+  void optimizer_stepped();  // the same, by an optimizer on every rank, before it writes
 
   // After an exception, with all ranks alive: back to a clean sharded state; gradients of the step are dropped. All
   // ranks call it. Blocks the host.

@@ -112,6 +112,7 @@ void Scheduler::end_outermost_forward() {
   }
   release_all();  // nothing stays gathered or in flight after an evaluation
   recorded_.end();
+  join_reads();
 }
 
 void Scheduler::abandon_forward(FsdpModule& unit) {

@@ -109,6 +109,11 @@ struct ContextOptions {
   // gathers run on copy engines and reductions as symmetric kernels. Off: NCCL's rings, and memory from the caching
   // allocator.
   bool symmetric_memory = true;
+  // On GPUs of one host: units with shares of 8 MiB and more are gathered by reading the other ranks' shares where they
+  // rest, into memory where this rank's share already lies (comm/peer_memory.h). No multiprocessor, no copy of the own
+  // share, no wait for peers; once a step all ranks meet before weights are read and before they are written. A forward
+  // without gradients or a backward must be over on all ranks before leaves are written in place.
+  bool one_sided_gathers = true;
   Reducer reducer = Reducer::kernel;          // over registered memory
   std::optional<Bytes> symmetric_bytes = {};  // of the arena beyond the resting shards; default: what the policies need
   bool keep_first = false;                    // the first unit of forward stays gathered between microbatches of a step

@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 #include <utility>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/env.h"
 #include "fsdp/dbuffer/accumulate.h"
 #include "fsdp/dbuffer/redistribute.h"
 #include "fsdp/module/fsdp_module.h"
@@ -18,15 +20,28 @@
 namespace fsdp {
 namespace {
 
+// Shares that peers read where they rest are whole pieces of memory; small ones would be padded too much.
+std::int64_t shard_alignment(std::int64_t elements, const SubMesh& mesh, const Strategy& strategy,
+                             c10::ScalarType compute) {
+  const int axis = only_gather_axis(strategy.parameter, mesh);
+  if (axis < 0) return GlobalLayout::kAlignment;
+  const auto granularity = mesh.communicator(axis, Use::gather).backend()->peer_granularity();
+  const Bytes share =
+      bytes_of(Elements(elements / mesh.sizes()[axis]), static_cast<std::int64_t>(c10::elementSize(compute)));
+  if (granularity == Bytes(0) || share < FsdpParameterGroup::least_peer_share()) return GlobalLayout::kAlignment;
+  return granularity.value() / static_cast<std::int64_t>(c10::elementSize(compute));
+}
+
 std::shared_ptr<const GlobalLayout> make_layout(const std::vector<ParameterInfo>& parameters, const SubMesh& mesh,
-                                                const Strategy& strategy) {
+                                                const Strategy& strategy, c10::ScalarType compute) {
   std::vector<std::int64_t> sizes;
   for (const auto& parameter : parameters) sizes.push_back(parameter.parameter.numel());
   std::int64_t shards = 1;  // what is flat for parameters or gradients is flat for the optimizer too
   for (std::size_t axis = 0; axis < strategy.axes.size(); ++axis) {
     if (strategy.optimizer[axis] == Placement::flat) shards *= mesh.sizes()[axis];
   }
-  return std::make_shared<GlobalLayout>(sizes, shards);
+  const std::int64_t elements = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
+  return std::make_shared<GlobalLayout>(sizes, shards, shard_alignment(elements, mesh, strategy, compute));
 }
 
 DBuffer make_main_weight(const DBuffer& model, const std::shared_ptr<const SubMesh>& mesh,
@@ -59,7 +74,7 @@ FsdpParameterGroup::FsdpParameterGroup(FsdpModule& unit, std::shared_ptr<const S
       partial_(where_ranks_differ(PlacementList(strategy_.axes.size(), Placement::partial), *mesh_)),
       gradient_placements_(where_ranks_differ(strategy_.gradient, *mesh_)),
       reduced_placements_(where_ranks_differ(strategy_.optimizer, *mesh_)),
-      layout_(make_layout(parameters_, *mesh_, strategy_)),
+      layout_(make_layout(parameters_, *mesh_, strategy_, dtypes.compute)),
       model_weight_(mesh_, layout_, strategy_.parameter, dtypes.compute, "the model weight has no memory"),
       main_weight_(make_main_weight(model_weight_, mesh_, layout_, strategy_, dtypes.main)),
       whole_(mesh_, layout_, replicated_, dtypes.compute, "the weights are not gathered"),
@@ -253,6 +268,17 @@ void FsdpParameterGroup::move_model_weight(void* part) {
   model_weight_.storage().attach(std::move(now));
 }
 
+Bytes FsdpParameterGroup::least_peer_share() {
+  const std::int64_t mib = env::integer("FSDP_READ_PEERS_FROM_MIB").value_or(8);
+  return std::max(Bytes(mib << 20), Bytes(1));
+}
+
+void FsdpParameterGroup::use_peers(PeerMemory* peers, int part) {
+  if (peers_ != peers) move_model_weight(peers != nullptr ? peers->share(part) : nullptr);
+  peers_ = peers;
+  peer_part_ = part;
+}
+
 void FsdpParameterGroup::set_names(const std::vector<std::string>& prefixes) {
   std::string names;
   for (auto& p : parameters_) {
@@ -321,12 +347,17 @@ void FsdpParameterGroup::gather_whole(BufferPool& pool, const Stream& stream, co
     if (!whole_.storage().attached()) whole_.storage().attach(model_weight_.storage().borrow());
     return;
   }
-  whole_.storage().attach(pool.acquire(whole_.size()));
+  void* place = peers_ != nullptr ? peers_->acquire(peer_part_) : nullptr;
+  whole_.storage().attach(place != nullptr ? pool.borrow(place, whole_.size()) : pool.acquire(whole_.size()));
   gather(model_weight_, whole_, stream, label);
 }
 
 void FsdpParameterGroup::release_whole(BufferPool& pool) {
-  if (releasable_)
+  if (peers_ != nullptr && peers_->contains(whole_.storage().data())) {
+    peers_->release(whole_.storage().data());
+    whole_.storage().detach().clear();
+    pool.end_of_loan(whole_.size());
+  } else if (releasable_)
     pool.release(whole_.storage().detach(), whole_.size());
   else if (refresh_needed_ && whole_.storage().attached())
     whole_.storage().detach().clear();

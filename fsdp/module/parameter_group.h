@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/comm/peer_memory.h"
 #include "fsdp/dbuffer/buffer_pool.h"
 #include "fsdp/dbuffer/dbuffer.h"
 #include "fsdp/module/options.h"
@@ -146,6 +147,12 @@ class FsdpParameterGroup {
   // memory of their own.
   void move_model_weight(void* part);
 
+  // Smaller shares would be padded too much. FSDP_READ_PEERS_FROM_MIB, default 8.
+  [[nodiscard]] static Bytes least_peer_share();
+  // Gathers read the peers' shares: this group is part `part` of `peers`, or no longer any (null).
+  void use_peers(PeerMemory* peers, int part);
+  [[nodiscard]] bool reads_peers() const { return peers_ != nullptr; }
+
   // Turns names into paths from the root; `prefixes` are those of the unit's modules, with their separator.
   void set_names(const std::vector<std::string>& prefixes);
   // Values from a function of (name, whole tensor), for parameters built on the meta device.
@@ -217,6 +224,8 @@ class FsdpParameterGroup {
   std::shared_ptr<const GlobalLayout> layout_;
 
   DBuffer model_weight_, main_weight_, whole_, slot_;
+  PeerMemory* peers_ = nullptr;
+  int peer_part_ = 0;
   std::vector<at::Tensor> slot_views_;     // [parameter]
   std::vector<std::int64_t> marks_;        // packed coordinates: first element of every piece of every parameter
   std::vector<int> marks_begin_;           // [parameter] -> index into marks_, one more at the end

@@ -37,6 +37,7 @@ Scheduler::~Scheduler() {
   if (std::uncaught_exceptions() > 0 && mesh_.runtime()->kernels() != nullptr) {
     // What runs on a GPU may wait for a peer that will never come, and peers may still reach into the arena.
     static_cast<void>(arena_.release());
+    static_cast<void>(new std::vector<Peers>(std::move(peers_)));
     return;
   }
   for (const Stream* stream : {&gather_stream_, &reduce_stream_}) {
@@ -45,19 +46,23 @@ Scheduler::~Scheduler() {
     } catch (const std::exception&) {  // it was thrown to whoever waited, or nobody will
     }
   }
-  if (arena_ == nullptr) return;
+  if (arena_ == nullptr && peers_.empty()) return;
   try {
     // Leaves and the module's tensors may live on: what they look at leaves the arena.
     for (auto& unit : units_) {
       drop_own(*unit);
       for (auto& group : unit->groups_) {
-        if (group->releasable()) group->move_model_weight(nullptr);
+        if (group->reads_peers())
+          group->use_peers(nullptr, 0);
+        else if (arena_ != nullptr && group->releasable())
+          group->move_model_weight(nullptr);
       }
     }
     compute_stream().synchronize();
   } catch (const std::exception&) {  // as above
   }
   for (const auto& group : arena_groups_) group->deregister_symmetric(arena_->base());
+  peers_.clear();
 }
 
 trace::Span* Scheduler::issue_span(const char* name, trace::Kind kind, const Stream& stream) const {
@@ -154,6 +159,12 @@ void Scheduler::check_idle(const char* action) const {
              "{}: only between steps: a forward, a backward or an accumulation over microbatches is under way", action);
 }
 
+void Scheduler::before_capture() {
+  join_reads();
+  published_epoch_ = -1;
+  weights_changed();  // so that a replay reads leaves that were written since the capture
+}
+
 void Scheduler::before_replay() {
   join_gathers();  // one that nobody waited for must not meet the graph
   join_reductions();
@@ -191,6 +202,11 @@ void Scheduler::gather_own(FsdpModule& unit) {
   }
   trace::Span* span = issue_span(unit.names_.unshard, trace::Kind::unit, gather_stream_);
   const char* label = unit.names_.unshard;
+  const bool reads =
+      std::any_of(unit.groups_.begin(), unit.groups_.end(), [](const auto& group) { return group->reads_peers(); });
+  if (reads && published_epoch_ != epoch_) publish_weights();
+  unsettled_reads_ |= reads;
+  counters_.one_sided_gathers += reads ? 1 : 0;
   for (auto& group : unit.groups_) group->refresh(epoch_, gather_stream_, label);
   if (arena_ != nullptr && unit.releasable_ && !arena_->has_room(unit.gathered_bytes_)) reclaim_slots();
   for (auto& group : unit.groups_) group->gather_whole(gather_pool_, gather_stream_, label);
@@ -325,6 +341,7 @@ void Scheduler::begin_use_by_caller(const FsdpModule& unit) {
 }
 
 void Scheduler::declare_step(bool under_way) {
+  if (!under_way) join_reads();
   step_declared_ = under_way;
   step_has_begun_ = false;
 }
@@ -355,6 +372,7 @@ void Scheduler::reshard(FsdpModule& unit) {
 void Scheduler::end_scope(FsdpModule& unit) {
   reshard(unit);
   rest(unit);
+  if (!in_use(unit)) join_reads();
 }
 
 void Scheduler::drain_releases(std::size_t target) {
@@ -424,6 +442,8 @@ void Scheduler::reset() {
   weights_may_change_ = true;
   microbatch_ = {};
   step_ = microbatches_ = 0;  // ranks may have failed in different places
+  published_epoch_ = -1;
+  unsettled_reads_ = false;
   ++generation_;
 }
 
@@ -438,6 +458,7 @@ MemoryReport Scheduler::memory_report() const {
     }
   }
   if (arena_ != nullptr) report.arena = arena_->size() - arena_resting_;
+  for (const Peers& peers : peers_) report.arena += peers.memory->places_size();
   report.gathered = gather_pool_.in_use();
   report.gathered_peak = gather_pool_.peak();
   report.gathered_reserved = gather_pool_.reserved();

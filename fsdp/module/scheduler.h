@@ -71,8 +71,12 @@ class Scheduler {
   void wait_for_gradients(FsdpModule& unit);
   void join_reductions();
   void weights_changed();
-  void optimizer_stepped() { ++updates_; }
+  void optimizer_stepped() {
+    join_reads();
+    ++updates_;
+  }
   void check_idle(const char* action) const;  // throws UsageError inside a forward, backward or accumulation
+  void before_capture();                      // what ranks agree on is recorded again
   void before_replay();                       // of a captured step, with its optimizer
   void check_gradients_reduced(const char* action) const;  // throws UsageError naming the unit
   void drop_accumulated();
@@ -170,6 +174,11 @@ class Scheduler {
   void join_left_over();
   void end_of_step();
 
+  void make_peer_memory();  // collective
+  void publish_weights();   // peers may read this epoch's from here on
+  void settle_reads();      // and write them again after this, on the gather stream
+  void join_reads();        // the current stream too
+  [[nodiscard]] bool stays_gathered(const FsdpModule& unit) const;
   void make_arena();     // collective
   void reclaim_slots();  // in the arena
   void drain_releases(std::size_t target);
@@ -184,9 +193,16 @@ class Scheduler {
   std::unique_ptr<Arena> arena_;                                    // registered memory; null without
   std::vector<std::shared_ptr<CommunicatorBackend>> arena_groups_;  // that it is registered with
   Bytes arena_resting_;                                             // of it: resting weights
-  std::string memory_path_;                                         // how gathers and reductions go, for the summary
-  BufferPool gather_pool_;                                          // used on the gather stream only
-  BufferPool slot_pool_;                                            // written by compute, guarded by the slots' events
+  struct Peers {
+    std::shared_ptr<PeerMemory> memory;
+    Communicator communicator;  // of the gathers that read it
+  };
+  std::vector<Peers> peers_;
+  std::int64_t published_epoch_ = -1;
+  bool unsettled_reads_ = false;
+  std::string memory_path_;  // how gathers and reductions go, for the summary
+  BufferPool gather_pool_;   // used on the gather stream only
+  BufferPool slot_pool_;     // written by compute, guarded by the slots' events
   BufferPool accumulation_pool_;
 
   // Units.

@@ -9,23 +9,12 @@
 #include <algorithm>
 
 #include "fsdp/base/check.h"
+#include "fsdp/dbuffer/redistribute.h"
 #include "fsdp/module/scheduler.h"
 #include "fsdp/runtime/kernels.h"
 
 namespace fsdp {
 namespace {
-
-// The one axis of several ranks over which a group's weights are gathered; -1 when there are none or several.
-int gather_axis(const FsdpParameterGroup& group) {
-  int found = -1;
-  const auto& strategy = group.strategy();
-  for (std::size_t axis = 0; axis < strategy.axes.size(); ++axis) {
-    if (strategy.parameter[axis] != Placement::flat || group.mesh().sizes()[axis] == 1) continue;
-    if (found >= 0) return -1;
-    found = group.mesh().axes()[axis];
-  }
-  return found;
-}
 
 // Whether `good` holds on all ranks of the axis.
 bool all_agree(const DeviceMesh& mesh, int axis, bool good) {
@@ -40,13 +29,20 @@ bool all_agree(const DeviceMesh& mesh, int axis, bool good) {
 
 }  // namespace
 
+// Between its uses in a step.
+bool Scheduler::stays_gathered(const FsdpModule& unit) const {
+  const bool root = std::find(tree_.roots.begin(), tree_.roots.end(), unit.index()) != tree_.roots.end();
+  return unit.options().reshard == Reshard::never || (root && unit.options().reshard == Reshard::automatic);
+}
+
 void Scheduler::make_arena() {
   if (!options_.symmetric_memory || runtime().kernels() == nullptr || mesh_.world().size() == 1) return;
   int axis = -1;
   std::vector<FsdpParameterGroup*> groups;  // whose weights are gathered over it
   for (const auto& unit : units_) {
     for (const auto& group : unit->groups()) {
-      const int own = group->releasable() ? gather_axis(*group) : -1;
+      const int one = group->releasable() ? only_gather_axis(group->strategy().parameter, group->mesh()) : -1;
+      const int own = one < 0 ? -1 : group->mesh().axes()[one];
       if (own < 0 || (axis >= 0 && own != axis)) continue;
       axis = own;
       groups.push_back(group.get());
@@ -58,20 +54,23 @@ void Scheduler::make_arena() {
   std::string refusal = gather->why_no_symmetric_memory();
   if (refusal.empty()) refusal = reduce->why_no_symmetric_memory();
   if (!refusal.empty()) {
-    memory_path_ = fmt::format("rings: no symmetric memory, for {}", refusal);
+    const bool reads = std::any_of(groups.begin(), groups.end(), [](const auto* g) { return g->reads_peers(); });
+    memory_path_ =
+        fmt::format("{}rings: no symmetric memory, for {}", reads ? "gathers: reads of peers; else " : "", refusal);
     return;
   }
 
   Bytes shards, largest, largest_slot, kept, kept_slot;
-  for (const FsdpParameterGroup* group : groups) shards += Arena::rounded(group->resting_bytes());
+  for (const FsdpParameterGroup* group : groups) {
+    if (!group->reads_peers()) shards += Arena::rounded(group->resting_bytes());
+  }
   for (const auto& unit : units_) {
     Bytes whole, slot;
     for (const auto& group : unit->groups()) {
-      if (group->releasable()) whole += Arena::rounded(group->whole_bytes());
+      if (group->releasable() && !group->reads_peers()) whole += Arena::rounded(group->whole_bytes());
       slot += Arena::rounded(group->slot_bytes());
     }
-    const bool root = std::find(tree_.roots.begin(), tree_.roots.end(), unit->index()) != tree_.roots.end();
-    if (unit->options().reshard == Reshard::never || (root && unit->options().reshard == Reshard::automatic)) {
+    if (stays_gathered(*unit)) {
       kept += whole;  // beside the others
       kept_slot = std::max(kept_slot, slot);
     } else {
@@ -82,7 +81,7 @@ void Scheduler::make_arena() {
   const auto ahead = options_.prefetch.kind == Prefetch::Kind::none    ? 0
                      : options_.prefetch.kind == Prefetch::Kind::lists ? 1
                                                                        : options_.prefetch.amount;
-  if (options_.keep_budget) kept += *options_.keep_budget;
+  if (options_.keep_budget && largest > Bytes(0)) kept += *options_.keep_budget;
   const Bytes room = options_.symmetric_bytes.value_or(kept + largest * (ahead + 1) + largest_slot * 2);
   const Bytes size = shards + Arena::rounded(room);
 
@@ -105,6 +104,7 @@ void Scheduler::make_arena() {
   arena_ = std::make_unique<Arena>(std::move(memory), size);
   const Stream compute = compute_stream();
   for (FsdpParameterGroup* group : groups) {
+    if (group->reads_peers()) continue;
     void* part = arena_->acquire(group->resting_bytes(), compute);
     FSDP_INVARIANT(part != nullptr);
     group->move_model_weight(part);
@@ -113,8 +113,13 @@ void Scheduler::make_arena() {
   static_cast<void>(all_agree(mesh_, axis, true));
   gather_pool_.use_arena(arena_.get());
   slot_pool_.use_arena(arena_.get());
-  memory_path_ = fmt::format("gathers: {}, reductions: {}, from an arena of {} MiB", gather->path(), reduce->path(),
-                             size.value() >> 20);
+  const auto reading = std::count_if(groups.begin(), groups.end(), [](const auto* g) { return g->reads_peers(); });
+  std::string gathers = static_cast<std::size_t>(reading) == groups.size() ? "" : gather->path();
+  if (reading > 0)
+    gathers = fmt::format("reads of peers for {} of {} groups{}{}", reading, groups.size(), gathers.empty() ? "" : ", ",
+                          gathers);
+  memory_path_ =
+      fmt::format("gathers: {}, reductions: {}, from an arena of {} MiB", gathers, reduce->path(), size.value() >> 20);
 }
 
 // Slots whose reduction is under way: their memory may be taken by whoever waits for it. What does not lie in the arena

@@ -136,6 +136,7 @@ void Scheduler::finalize() {
   pending_lists_.clear();
   former_memory_.clear();
   finalized_ = true;
+  make_peer_memory();
   make_arena();
   log_summary();
   warn_of_poor_units();

@@ -174,6 +174,23 @@ TEST(BufferPool, KeepsItsBooks) {
   EXPECT_EQ(pool.reserved(), Bytes(0));
 }
 
+TEST(BufferPool, CountsBorrowedMemoryAndDoesNotKeepIt) {
+  BufferPool pool(make_cpu_runtime());
+  std::byte memory[64];
+  {
+    const c10::DataPtr lent = pool.borrow(memory, Bytes(64));
+    EXPECT_EQ(lent.get(), memory);
+    EXPECT_EQ(pool.in_use(), Bytes(64));
+    EXPECT_EQ(pool.live(), 1);
+  }
+  pool.end_of_loan(Bytes(64));
+  EXPECT_EQ(pool.in_use(), Bytes(0));
+  EXPECT_EQ(pool.live(), 0);
+  EXPECT_EQ(pool.peak(), Bytes(64));
+  EXPECT_EQ(pool.reserved(), Bytes(0));
+  EXPECT_NE(pool.acquire(Bytes(64)).get(), memory);
+}
+
 TEST(BufferPool, AdoptsABufferFromAnotherPoolsBooks) {
   BufferPool from(make_cpu_runtime()), to(make_cpu_runtime());
   auto buffer = from.acquire(Bytes(64));

@@ -111,6 +111,11 @@ class SlowGroup final : public CommunicatorBackend {
   }
   void abort(const std::string& reason) override { inner_->abort(reason); }
   void reset() override { inner_->reset(); }
+  [[nodiscard]] Bytes peer_granularity() const override { return inner_->peer_granularity(); }
+  [[nodiscard]] std::shared_ptr<PeerMemory> make_peer_memory(const std::vector<PeerPart>& parts,
+                                                             std::string& why) override {
+    return inner_->make_peer_memory(parts, why);
+  }
 
  private:
   std::shared_ptr<CommunicatorBackend> inner_;
@@ -129,7 +134,8 @@ inline DeviceMesh slow_mesh(const World& world, std::int64_t gather_nanoseconds,
                         world.runtime(), plain.rank(), plain.size(), plain.name());
   };
   return DeviceMesh(world, {"dp"},
-                    {{slow(GroupUse::gather, gather_nanoseconds), slow(GroupUse::reduce, reduce_nanoseconds)}});
+                    {{slow(GroupUse::gather, gather_nanoseconds), slow(GroupUse::reduce, reduce_nanoseconds),
+                      world.host().create_communicator(ranks, "dp.host")}});
 }
 
 inline void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b, const std::string& what) {

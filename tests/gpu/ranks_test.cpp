@@ -185,6 +185,58 @@ TEST(GpuRanks, LowPrecisionEqualsAcrossPolicies) {
   }
 }
 
+// Reads of the peers' shares wait for nobody. Half of the ranks read late, the others go on to evaluate, to read
+// weights and to write new ones: nobody reads what is not written yet, or written again.
+TEST(GpuRanks, ReadsOfPeersGiveTheSameBitsHoweverRanksDrift) {
+  setenv("FSDP_READ_PEERS_FROM_MIB", "0", 1);
+  struct Restore {
+    ~Restore() { unsetenv("FSDP_READ_PEERS_FROM_MIB"); }
+  } restore;
+  for (const bool low_precision : {false, true}) {
+    const auto train = [&](bool one_sided, bool late) {
+      UnitOptions unit;
+      if (low_precision) {
+        unit.mixed_precision.param_dtype = at::kBFloat16;
+        unit.mixed_precision.reduce_dtype = at::kFloat;
+      }
+      const std::int64_t spin = late && world().rank().value() % 2 == 1 ? 2'000'000 : 0;
+      // Groups that are held up have no registered memory, and all ranks must agree on it.
+      GpuRun run(world(), slow_mesh(world(), spin, 0), {.symmetric_memory = false, .one_sided_gathers = one_sided},
+                 unit, 4, 64);
+      run.prepare_inputs(5);
+      AdamW optimizer(*run.context, {.learning_rate = 1e-2});
+      std::vector<at::Tensor> seen;
+      for (std::uint64_t step = 0; step < 4; ++step) {
+        run.loss(step).backward();
+        {
+          at::NoGradGuard no_grad;
+          seen.push_back(run.loss(step + 1));
+        }
+        optimizer.step();
+        optimizer.zero_grad();
+        {
+          at::NoGradGuard no_grad;
+          auto scope = run.context->unshard_scope(*run.context->units()[1]);
+          for (const auto& group : run.context->units()[1]->groups())
+            seen.push_back(group->parameters()[0].parameter.clone());
+        }
+        {
+          at::NoGradGuard no_grad;  // leaves written by hand, behind an evaluation
+          for (auto& leaf : run.context->parameters()) leaf.mul_(0.999);
+        }
+      }
+      const auto counters = run.context->counters();
+      EXPECT_EQ(counters.one_sided_gathers, one_sided ? counters.unshards : 0);
+      for (auto& weight : run.weights()) seen.push_back(std::move(weight));
+      for (auto& tensor : seen) tensor = tensor.cpu();
+      return seen;
+    };
+    const auto expected = train(false, false);
+    expect_equal(train(true, false), expected, "reads of peers");
+    expect_equal(train(true, true), expected, "late reads of peers");
+  }
+}
+
 // Ranks that share a GPU have no registered memory and go the usual way.
 TEST(GpuRanks, ReductionsByCopyEngineEqualThoseByKernel) {
   Training t;

@@ -100,6 +100,19 @@ TEST(GlobalLayout, PaddingIsTheLeastThatMakesEqualAlignedShards) {
   }
 }
 
+TEST(GlobalLayout, ShardsAreMultiplesOfTheAlignmentThatWasAskedFor) {
+  for (const auto& sizes : tensor_lists()) {
+    for (int shards = 1; shards <= 5; ++shards) {
+      const std::int64_t alignment = 8 * kAlignment;
+      const GlobalLayout plain(sizes, shards), wide(sizes, shards, alignment);
+      const auto padded = wide.padded_size().value();
+      ASSERT_EQ(padded % (alignment * shards), 0);
+      ASSERT_LT(padded - plain.padded_size().value(), alignment * shards);
+      EXPECT_EQ(wide.tensors(), plain.tensors());  // only the end moves
+    }
+  }
+}
+
 TEST(GlobalLayout, ShardsAreEqualAlignedAndCoverEverythingOnce) {
   for (const auto& tensor_sizes : tensor_lists()) {
     for (const auto& sizes : meshes()) {

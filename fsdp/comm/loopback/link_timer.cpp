@@ -4,21 +4,12 @@
 #include <cstddef>
 #include <new>
 
-#include "fsdp/runtime/cuda/cuda_check.h"
+#include "fsdp/runtime/cuda/driver_function.h"
 
 namespace fsdp {
 namespace {
 
 constexpr auto kIdlePause = std::chrono::microseconds(2);
-
-template <typename F>
-void find_driver_function(const char* name, F& function) {
-  void* address = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-  FSDP_CUDA_CHECK(cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &found));
-  FSDP_CHECK(found == cudaDriverEntryPointSuccess, Error, "the CUDA driver has no {}", name);
-  function = reinterpret_cast<F>(address);
-}
 
 }  // namespace
 

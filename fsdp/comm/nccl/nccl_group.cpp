@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "fsdp/comm/loopback/loopback_group.h"
+#include "fsdp/comm/nccl/mapped_peer_memory.h"
 #include "fsdp/comm/nccl/nccl_module.h"
 #include "fsdp/comm/nccl/watchdog.h"
 #include "fsdp/runtime/cuda/cuda_check.h"
@@ -148,6 +149,29 @@ class NcclGroup final : public CommunicatorBackend {
 
   [[nodiscard]] bool reduce_by_copies(Bytes largest, Kernels& kernels) override;
 
+  [[nodiscard]] Bytes peer_granularity() const override {
+    return options_.same_host && options_.use == GroupUse::gather ? piece_granularity() : Bytes(0);
+  }
+  [[nodiscard]] std::shared_ptr<PeerMemory> make_peer_memory(const std::vector<PeerPart>& parts,
+                                                             std::string& why) override {
+    const auto watched = watch_->host_call("the sharing of memory between processes");
+    const auto all_gather = [this](const void* send, void* receive, std::size_t bytes) {
+      Collective message;
+      message.kind = trace::Kind::all_gather;
+      message.dtype = c10::kByte;
+      message.send = send;
+      message.receive = receive;
+      message.count = static_cast<std::int64_t>(bytes);
+      message.label = "FSDP:sharing of memory";
+      options_.host->execute(message);
+    };
+    auto memory = MappedPeerMemory::create(
+        parts, {rank_, size(), all_gather, [this](bool good) { return all_agree(good); }, options_.deadline}, why);
+    std::erase_if(peers_, [](const auto& known) { return known.expired(); });
+    if (memory) peers_.push_back(memory);
+    return memory;
+  }
+
   [[nodiscard]] std::string library_error() const {
     ncclResult_t state = ncclSuccess;
     const ncclResult_t code = ncclCommGetAsyncError(communicator_, &state);
@@ -215,6 +239,10 @@ class NcclGroup final : public CommunicatorBackend {
     const ncclRedOp_t op = c.reduce == ReduceOp::max ? ncclMax : ncclSum;
     switch (c.kind) {
       case trace::Kind::all_gather: {
+        if (const auto peers = peer_memory_of(c.receive)) {
+          peers->read_peers(c.receive, stream);
+          break;
+        }
         const std::int64_t bytes = c.count * size() * static_cast<std::int64_t>(c10::elementSize(c.dtype));
         // NCCL's copies between devices cannot be recorded (2.28: "dependency created on uncaptured work").
         const bool small = small_ != nullptr && (bytes < options_.copy_engine_from.value() || is_recorded(stream)) &&
@@ -298,6 +326,14 @@ class NcclGroup final : public CommunicatorBackend {
                        [&](const Registered& m) { return at >= m.base && at < m.base + m.size; });
   }
 
+  [[nodiscard]] std::shared_ptr<MappedPeerMemory> peer_memory_of(const void* whole) const {
+    for (const auto& known : peers_) {
+      auto memory = known.lock();
+      if (memory != nullptr && memory->contains(whole)) return memory;
+    }
+    return nullptr;
+  }
+
   // The first operation of a kind on registered memory sets up more of it, on all ranks together.
   void warm_up(const Registered& memory) const {
     constexpr std::size_t kBytes = 4096;
@@ -326,6 +362,7 @@ class NcclGroup final : public CommunicatorBackend {
   const GroupOptions options_;
   std::vector<Registered> memories_;
   Copies copies_;
+  std::vector<std::weak_ptr<MappedPeerMemory>> peers_;  // one a context
   std::shared_ptr<Watch> watch_;
   void* scratch_ = nullptr;
   bool check_ = false;

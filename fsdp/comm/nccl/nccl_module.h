@@ -37,6 +37,7 @@ struct GroupOptions {
   int ctas = 0;                         // blocks of a collective; 0: NCCL's choice
   Bytes copy_engine_from{16 << 20};     // gathers of so many bytes in all, and more, go by copy engine
   std::string why_no_symmetric_memory;  // empty: the members share a host and reach each other's memory
+  bool same_host = false;               // all ranks of the job
   std::chrono::milliseconds deadline{};
   // Of the watchdog thread: says what went wrong, before it ends the process; and asks whether another rank has failed
   // (its reason; empty: none has).
