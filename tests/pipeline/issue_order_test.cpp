@@ -174,6 +174,13 @@ TEST(PipelineOrder, StagesFitTogether) {
                 ++waited[s];
                 continue;
               }
+              for (const auto& call : step) {  // the two of a merged step do not depend on each other
+                if (!merged || call.pass != Pass::backward || call.layer < 0) continue;
+                NodeCall forward = call;
+                forward.pass = Pass::forward;
+                EXPECT_TRUE(done.contains(std::to_string(s) + " " + to_string(forward)))
+                    << name << ", stage " << s << ": " << to_string(call) << " beside its own forward";
+              }
               for (const auto& call : step) {
                 const bool is_new = done.insert(std::to_string(s) + " " + to_string(call)).second;
                 EXPECT_TRUE(is_new) << name << ": " << to_string(call);
