@@ -7,6 +7,8 @@
 #include <utility>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/env.h"
+#include "fsdp/base/log.h"
 #include "fsdp/base/module_file.h"
 #include "fsdp/runtime/device_kernels.h"
 
@@ -49,11 +51,22 @@ std::string why_no_cuda() {
   }
 }
 
+std::string warning_of_connections() {
+  if (env::text("CUDA_DEVICE_MAX_CONNECTIONS") != "1") return {};
+  return "CUDA_DEVICE_MAX_CONNECTIONS is 1: the device takes work of all streams from one queue, in the order of the "
+         "host's calls, so collectives may wait for compute that does not concern them. Unset it, or set 8 or more";
+}
+
 std::shared_ptr<Runtime> make_cuda_runtime(int device_index) {
   const int count = cuda_device_count();
   FSDP_CHECK(count > 0, UsageError, "cannot use CUDA device {}: {}", device_index, why_no_cuda());
   FSDP_CHECK(device_index >= 0 && device_index < count, UsageError, "cannot use CUDA device {}: this process sees {}",
              device_index, count);
+  static std::once_flag told;
+  std::call_once(told, [] {
+    if (const std::string warning = warning_of_connections(); !warning.empty())
+      log::write(log::Level::warning, "fsdp: " + warning);
+  });
   auto runtime = module().make_runtime(device_index);
   std::lock_guard lock(runtimes().mutex);
   runtimes().latest[device_index] = runtime;

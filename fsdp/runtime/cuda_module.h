@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "fsdp/runtime/runtime.h"
 
@@ -10,7 +11,7 @@ namespace fsdp {
 inline constexpr const char* kCudaModule = "libfsdp_cuda.so";
 inline constexpr const char* kCudaModuleNeeds = "the CUDA build of LibTorch and the nvidia packages that it names";
 inline constexpr const char* kCudaRuntimeSymbol = "fsdp_cuda_runtime";
-inline constexpr int kCudaModuleVersion = 1;
+inline constexpr int kCudaModuleVersion = 2;
 
 struct CudaRuntimeModule {
   int version = kCudaModuleVersion;
@@ -18,5 +19,8 @@ struct CudaRuntimeModule {
   int (*current_device)() = nullptr;
   std::shared_ptr<Runtime> (*make_runtime)(int device_index) = nullptr;
 };
+
+// What is wrong with CUDA_DEVICE_MAX_CONNECTIONS for work on several streams; empty: nothing.
+[[nodiscard]] std::string warning_of_connections();
 
 }  // namespace fsdp

@@ -18,11 +18,12 @@ struct Outcome {
   trace::Nanoseconds gather = 0, reduction = 0;  // duration of one collective
 };
 
-Outcome run(const Strategy& strategy, const ContextOptions& options, int units = kUnits, int microbatches = 2) {
+Outcome run(const Strategy& strategy, const ContextOptions& options, int units = kUnits, int microbatches = 2,
+            const std::vector<MeshAxis>& axes = {{"dp", kRanks}}) {
   auto world = World::simulated(kRanks);
   ContextOptions recorded = options;
   recorded.recorder = std::make_shared<trace::Recorder>();
-  auto context = FsdpContext::create(DeviceMesh(world, {{"dp", kRanks}}), recorded);
+  auto context = FsdpContext::create(DeviceMesh(world, axes), recorded);
   Stack model(units, kWidth);
   UnitOptions unit{.placements = strategy};
   shard_stack(*context, model, unit);
@@ -89,6 +90,15 @@ TEST(Overlap, KeepFirstSavesTheFirstGatherOfLaterMicrobatches) {
 
 TEST(Overlap, Zero1GathersAndReducesOnceAStep) { expect_counts(run(zero1("dp"), {}), 4, 3, 4, 3); }
 TEST(Overlap, Zero2GathersOnceAndReducesEveryMicrobatch) { expect_counts(run(zero2("dp"), {}), 4, 3, 8, 6); }
+
+// The copies of a hybrid are summed behind the shards' reduction, on the last microbatch, under the next unit's
+// backward.
+TEST(Overlap, OnlyTheLastAllReduceOfHybridCopiesIsExposed) {
+  const Outcome outcome = run(hsdp("copies", "dp"), {}, kUnits, 2, {{"copies", 2}, {"dp", 2}});
+  expect_counts(outcome, 14, 12, 8, 6);
+  EXPECT_EQ(outcome.overlap.count(trace::Kind::all_reduce), 4);
+  EXPECT_EQ(outcome.overlap.overlapped(trace::Kind::all_reduce), 3);
+}
 
 TEST(Overlap, LastMicrobatchPolicyReducesOnce) {
   ContextOptions options;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "fsdp/base/error.h"
+#include "fsdp/runtime/cuda_module.h"
 #include "fsdp/runtime/runtime.h"
 
 namespace {
@@ -416,6 +417,16 @@ TEST(NoCuda, RefusesWithTheReason) {
   }
   EXPECT_EQ(cuda_device_count(), 0);
   EXPECT_EQ(error_of([] { (void)make_cuda_runtime(3); }), "cannot use CUDA device 3: " + reason);
+}
+
+TEST(CudaEnvironment, OneQueueForAllStreamsIsReported) {
+  for (const char* value : {"1", "8", ""}) {
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", value, 1);
+    const std::string warning = warning_of_connections();
+    unsetenv("CUDA_DEVICE_MAX_CONNECTIONS");
+    EXPECT_EQ(warning.find("CUDA_DEVICE_MAX_CONNECTIONS is 1") != std::string::npos, std::string(value) == "1");
+    EXPECT_EQ(warning.empty(), std::string(value) != "1");
+  }
 }
 
 }  // namespace
