@@ -29,6 +29,12 @@ MoeConfig on_meta(MoeConfig config) {
   return config;
 }
 
+std::shared_ptr<moe::ExpertExchange> make_exchange(const MoeConfig& config, const DeviceMesh& mesh) {
+  FSDP_CHECK(config.experts > 0, UsageError,
+             "MoeTransformer: the configuration has no experts; for a dense transformer use models::Transformer");
+  return moe::ExpertExchange::create(mesh, "ep", config.experts);
+}
+
 }  // namespace
 
 // --- Modules ---
@@ -79,8 +85,8 @@ class MoeTransformer::Root : public torch::nn::Module {
 };
 
 MoeTransformer::MoeTransformer(const MoeConfig& config, const DeviceMesh& mesh)
-    : MoeTransformer(config, mesh, moe::ExpertExchange::create(mesh, "ep", config.experts),
-                     std::make_shared<Root>(on_meta(config), true, true), 0, config.base.layers) {}
+    : MoeTransformer(config, mesh, make_exchange(config, mesh), std::make_shared<Root>(on_meta(config), true, true), 0,
+                     config.base.layers) {}
 
 std::vector<std::shared_ptr<MoeTransformer>> MoeTransformer::parts(const MoeConfig& config, const DeviceMesh& mesh,
                                                                    int chunks) {
@@ -90,7 +96,7 @@ std::vector<std::shared_ptr<MoeTransformer>> MoeTransformer::parts(const MoeConf
              "{} layers cannot be spread over {} pipeline stages of {} parts each", config.base.layers, stages, chunks);
   FSDP_CHECK(chunks == 1 || stages > 1, UsageError, "one pipeline stage holds the model in one part, not in {}",
              chunks);
-  const auto exchange = moe::ExpertExchange::create(mesh, "ep", config.experts);
+  const auto exchange = make_exchange(config, mesh);
   const auto root =
       std::make_shared<Root>(on_meta(config), mesh.coordinate(axis) == 0, mesh.coordinate(axis) + 1 == stages);
   std::vector<std::shared_ptr<MoeTransformer>> parts;
@@ -111,6 +117,12 @@ MoeTransformer::MoeTransformer(const MoeConfig& config, const DeviceMesh& mesh,
       exchange_(std::move(exchange)),
       root_(std::move(root)) {
   config_.validate();
+  const bool whole = first_layer == 0 && end_layer == config_.base.layers;
+  for (int axis = 0; axis < mesh.axis_count(); ++axis) {
+    FSDP_CHECK(!whole || mesh.axis(axis).name != "pp" || mesh.axis(axis).size == 1, UsageError,
+               "the mesh {} has pipeline stages: use MoeTransformer::parts for each stage's part of the model",
+               mesh.describe());
+  }
   const auto rotary = std::make_shared<RotaryTable>(config_.base.head_width(), config_.base.rope_theta);
   const auto here = at::TensorOptions().device(mesh.runtime()->device());
   for (std::int64_t layer = first_layer; layer < end_layer; ++layer) {
@@ -128,6 +140,7 @@ MoeTransformer::~MoeTransformer() = default;
 void MoeTransformer::shard(FsdpContext& context, const UnitOptions& options) {
   UnitOptions dense = options;
   dense.register_hooks = false;
+  dense.gradient_divisor.reset();
   compute_dtype_ = options.mixed_precision.param_dtype.value_or(c10::kFloat);
   std::vector<std::string> axes, expert_axes;
   int stages = 1;
@@ -215,7 +228,10 @@ void MoeTransformer::update_expert_biases() {
 // --- Stages ---
 
 pipeline::Boundary MoeTransformer::boundary(const pipeline::Microbatch& microbatch) const {
-  std::vector<std::int64_t> sizes = microbatch.inputs.at(0).sizes().vec();
+  FSDP_CHECK(microbatch.inputs.size() == 1, UsageError,
+             "a microbatch's inputs are one tensor of tokens, on every pipeline stage, got {} tensors",
+             microbatch.inputs.size());
+  std::vector<std::int64_t> sizes = microbatch.inputs[0].sizes().vec();
   sizes.push_back(config_.base.width);
   return {std::move(sizes), compute_dtype_};
 }
@@ -281,7 +297,10 @@ pipeline::StagedModel::LayerFunctions MoeTransformer::layer_functions(int layer,
 }
 
 pipeline::NodeFunction MoeTransformer::pre_function() {
-  return [root = root_](const Tensors& in, Carry&) { return Tensors{root->embedding->forward(in[0])}; };
+  return [root = root_](const Tensors& in, Carry&) {
+    FSDP_CHECK(in.size() == 1, UsageError, "a microbatch's inputs are one tensor of tokens, got {} tensors", in.size());
+    return Tensors{root->embedding->forward(in[0])};
+  };
 }
 
 pipeline::NodeFunction MoeTransformer::post_function() {
@@ -290,6 +309,8 @@ pipeline::NodeFunction MoeTransformer::post_function() {
 
 pipeline::NodeFunction MoeTransformer::loss_function() {
   return [](const Tensors& in, Carry&) {
+    FSDP_CHECK(in.size() == 2, UsageError, "a microbatch's targets are one tensor of tokens, got {} tensors",
+               in.size() - 1);
     const at::Tensor& logits = in[0];
     return Tensors{at::cross_entropy_loss(logits.reshape({-1, logits.size(-1)}).to(at::kFloat), in[1].reshape({-1}))};
   };
@@ -297,6 +318,8 @@ pipeline::NodeFunction MoeTransformer::loss_function() {
 
 std::vector<FsdpModule*> MoeTransformer::units(NodeKind node, int layer) const {
   const auto index = static_cast<std::size_t>(layer);
+  FSDP_CHECK(root_->unit != nullptr && block_units_.size() == blocks_.size(), UsageError,
+             "MoeTransformer: call shard() on every part of the model before it is run");
   switch (node) {
     case NodeKind::pre:
     case NodeKind::post:

@@ -333,6 +333,9 @@ void Scheduler::begin_use_by_caller(const FsdpModule& unit) {
   if (!finalized_) finalize();
   if (forward_depth_ > 0 || backward_active_) return;
   const bool driven = !unit.options().register_hooks;
+  if (driven) {
+    for (const auto& group : unit.groups_) group->check_usable();
+  }
   if (driven && step_has_begun_) return;
   begin_epoch_if_needed();
   if (!driven) return;

@@ -45,6 +45,10 @@ StageChannels::StageChannels(const DeviceMesh& mesh, int axis)
 }
 
 StageChannels::~StageChannels() {
+  // What was expected and never taken may never come; what was sent will be taken.
+  for (const End& end : in_) {
+    if (!end.passing.empty()) end.communicator.abort("the channels between pipeline stages were destroyed");
+  }
   for (auto* ends : {&out_, &in_}) {
     for (End& end : *ends) {
       if (!end.stream || end.passing.empty()) continue;

@@ -1,9 +1,11 @@
 #include "fsdp/pipeline/step_driver.h"
 
 #include <ATen/core/grad_mode.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <map>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <utility>
@@ -32,6 +34,16 @@ std::size_t end_of_layers(const std::vector<NodeCall>& step) {
     if (step[i].layer >= 0 && step[i].pass != Pass::weights) end = i + 1;
   }
   return end;
+}
+
+// Drivers that live, by their context: the hooks of two would reduce each unit twice.
+struct Drivers {
+  std::mutex mutex;  // ranks may be threads
+  std::set<const FsdpContext*> contexts;
+};
+Drivers& drivers() {
+  static auto* instance = new Drivers;
+  return *instance;
 }
 
 }  // namespace
@@ -86,6 +98,11 @@ StepDriver::StepDriver(std::shared_ptr<FsdpContext> context, std::vector<std::sh
       }
     }
   }
+  {
+    std::lock_guard lock(drivers().mutex);
+    FSDP_CHECK(drivers().contexts.insert(context_.get()).second, UsageError,
+               "StepDriver: another driver of this context lives; destroy it first");
+  }
   for (const auto& unit : context_->units()) {
     unit->register_post_backward_hook([hooks = hooks_](FsdpModule& complete) {
       if (hooks->alive) complete.reduce_gradients();
@@ -93,7 +110,11 @@ StepDriver::StepDriver(std::shared_ptr<FsdpContext> context, std::vector<std::sh
   }
 }
 
-StepDriver::~StepDriver() { hooks_->alive = false; }
+StepDriver::~StepDriver() {
+  hooks_->alive = false;
+  std::lock_guard lock(drivers().mutex);
+  drivers().contexts.erase(context_.get());
+}
 
 std::vector<FsdpModule*> StepDriver::uses_of(const NodeCall& call) const {
   if (call.pass == Pass::weights) return {};  // weight gradients read no weights
@@ -143,6 +164,26 @@ std::vector<std::vector<NodeCall>> StepDriver::steps(int microbatches) const {
   return pipeline_steps(microbatches, shape, merged);
 }
 
+void StepDriver::check_stages_agree(const char* call, const std::vector<const Microbatch*>& microbatches) const {
+  if (!channels_) return;
+  std::string description = call;
+  for (const Microbatch* microbatch : microbatches) {
+    description += ";";
+    for (const at::Tensor& input : microbatch->inputs) description += fmt::format(" {}", fmt::join(input.sizes(), "x"));
+  }
+  std::int64_t hash = 1469598103934665603LL;
+  for (unsigned char c : description)
+    hash = static_cast<std::int64_t>((static_cast<std::uint64_t>(hash) ^ c) * 1099511628211ULL);
+  FSDP_CHECK(channels_->all_equal(hash >> 2), UsageError,
+             "StepDriver: pipeline stage {} of {} calls {} with {} microbatches, the first with inputs of sizes {}; "
+             "another stage makes another call, or has another number of microbatches, or other sizes. All stages "
+             "make the same calls with the same microbatches",
+             channels_->stage(), channels_->stages(), call, microbatches.size(),
+             microbatches.front()->inputs.empty()
+                 ? "none"
+                 : fmt::format("{}", fmt::join(microbatches.front()->inputs[0].sizes(), "x")));
+}
+
 void StepDriver::expect_arrivals(const std::vector<NodeCall>& step, const std::vector<Microbatch>& microbatches) {
   for (const auto& call : step) {
     if (!arrives(call)) continue;
@@ -156,6 +197,9 @@ std::vector<at::Tensor> StepDriver::run(std::vector<Microbatch> microbatches) {
   const int count = static_cast<int>(microbatches.size());
   FSDP_CHECK(count > 0, UsageError, "StepDriver: a step needs at least one microbatch");
   const at::AutoGradMode with_gradients(true);
+  std::vector<const Microbatch*> given;
+  for (const auto& microbatch : microbatches) given.push_back(&microbatch);
+  check_stages_agree("run", given);
   const auto step_scope = context_->step_scope();
   const MicrobatchOptions outer = context_->current_microbatch();
   const auto steps = this->steps(count);
@@ -224,6 +268,7 @@ std::vector<at::Tensor> StepDriver::run(std::vector<Microbatch> microbatches) {
 
 Tensors StepDriver::forward_only(const Microbatch& microbatch, bool with_loss) {
   at::NoGradGuard no_grad;
+  check_stages_agree(with_loss ? "evaluate" : "predict", {&microbatch});
   const auto step_scope = context_->step_scope();
   std::vector<NodeCall> calls;
   for (std::size_t c = 0; c < chunks_.size(); ++c) {

@@ -36,7 +36,7 @@ struct StepOptions {
 
 class StepDriver {
  public:
-  // Throws UsageError naming a unit whose hooks would interfere.
+  // Throws UsageError naming a unit whose hooks would interfere, and when another driver of the context lives.
   StepDriver(std::shared_ptr<FsdpContext> context, std::shared_ptr<StagedModel> model, const StepOptions& options);
   // A pipeline: `chunks` are this rank's parts of the model, in order, all their units in one context, sharded over the
   // other axes of the mesh. Interleaved 1F1B where a stage has several; every stage has as many.
@@ -47,8 +47,8 @@ class StepDriver {
   StepDriver& operator=(const StepDriver&) = delete;
 
   // One step: every microbatch's loss (a scalar without graph), in order; undefined except on a pipeline's last stage.
-  // All stages are given the same microbatches. Each loss's gradient is 1 / microbatches.
-  // Gradients are complete and ordered before what the current stream does next (with
+  // All stages are given the same microbatches; their number and sizes are compared. Each loss's gradient is 1 /
+  // microbatches. Gradients are complete and ordered before what the current stream does next (with
   // ContextOptions::overlap_optimizer: before the library's optimizers). An outer microbatch scope holds: under no_sync
   // the step reduces no further than its microbatches do.
   std::vector<at::Tensor> run(std::vector<Microbatch> microbatches);
@@ -75,6 +75,8 @@ class StepDriver {
     return *chunks_[static_cast<std::size_t>(call.chunk)];
   }
   [[nodiscard]] std::vector<std::vector<NodeCall>> steps(int microbatches) const;
+  // Messages between stages carry no names: that all stages make the same call is compared before it.
+  void check_stages_agree(const char* call, const std::vector<const Microbatch*>& microbatches) const;
   void expect_arrivals(const std::vector<NodeCall>& step, const std::vector<Microbatch>& microbatches);
 
   const std::shared_ptr<FsdpContext> context_;

@@ -5,6 +5,7 @@
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/randint.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <map>
@@ -468,6 +469,32 @@ TEST(MoeSchedule, AResetAfterAFailedStepLeavesACleanDriver) {
     run.driver->run(batches(3, 6));
     clean.driver->run(batches(3, 6));
     expect_equal_maps(run.gradients(), clean.gradients(), "after a reset");
+  });
+}
+
+// C7: weights are loaded in place; tensors that take a parameter's place are refused by name.
+TEST(MoeSchedule, WeightsAreLoadedInPlaceAndNotReplaced) {
+  on_ranks(2, [](World world) {
+    MoeRun source(world, 2, small(2), {}), loaded(world, 2, small(2), {}, {}, {}, /*seed=*/6);
+    const auto from = source.context->named_parameters();
+    auto to = loaded.context->named_parameters();
+    ASSERT_EQ(from.size(), to.size());
+    {
+      at::NoGradGuard no_grad;
+      for (std::size_t i = 0; i < to.size(); ++i) to[i].second.copy_(from[i].second);
+    }
+    const auto a = source.driver->run(batches(2, 3)), b = loaded.driver->run(batches(2, 3));
+    for (std::size_t m = 0; m < a.size(); ++m) EXPECT_TRUE(at::equal(a[m], b[m])) << m;
+    expect_equal_maps(loaded.gradients(), source.gradients(), "loaded");
+
+    auto& parameter = loaded.context->groups().front()->parameters().front();
+    parameter.parameter.set_data(at::zeros(parameter.sizes));
+    try {
+      loaded.driver->run(batches(2, 3));
+      ADD_FAILURE() << "no error";
+    } catch (const UsageError& error) {
+      EXPECT_NE(std::string(error.what()).find(parameter.name), std::string::npos) << error.what();
+    }
   });
 }
 

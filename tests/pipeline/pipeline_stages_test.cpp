@@ -5,6 +5,7 @@
 #include <ATen/ops/randint.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <map>
 
 #include "fsdp/fsdp.h"
@@ -219,6 +220,81 @@ TEST(PipelineStages, AResetAfterAFailedStepLeavesACleanDriver) {
     clean.driver->run(batches(4, 0, 1));
     const auto expected = clean.gradients();
     for (const auto& [name, value] : run.gradients()) EXPECT_TRUE(at::equal(value, expected.at(name))) << name;
+  });
+}
+
+// Messages between stages carry no names, so stages that do different things would train on the wrong data.
+TEST(PipelineStages, StagesThatMakeDifferentCallsAreTold) {
+  const auto on_stages = [](const std::function<void(StagedRun&)>& body) {
+    on_ranks(2, [&](World world) {
+      StagedRun run(world, 2, 1, 1, 2, {});
+      try {
+        body(run);
+        ADD_FAILURE() << "no error on stage " << run.stage();
+      } catch (const UsageError& error) {
+        EXPECT_NE(std::string(error.what()).find("All stages"), std::string::npos) << error.what();
+      }
+    });
+  };
+  on_stages([](StagedRun& run) { run.driver->run(batches(run.last() ? 3 : 4, 0, 0)); });
+  on_stages([](StagedRun& run) {
+    if (run.last())
+      run.driver->run(batches(2, 0, 0));
+    else
+      static_cast<void>(run.driver->evaluate(batches(1, 0, 0)[0]));
+  });
+  on_stages([](StagedRun& run) {  // as many tokens, but other sequences
+    auto data = batches(2, 0, 0);
+    if (run.last()) data[1].inputs[0] = data[1].inputs[0].reshape({4, 4});
+    run.driver->run(std::move(data));
+  });
+}
+
+TEST(PipelineStages, ARankThatHasEndedIsNoticed) {
+  on_ranks(2, [](World world) {
+    const auto pair = world.create_communicator(std::vector<int>{0, 1}, "pair");
+    if (world.rank() == Rank(1)) return;
+    const Stream stream = world.runtime()->make_stream("send");
+    const auto start = std::chrono::steady_clock::now();
+    float value = 0;
+    try {
+      pair.receive(&value, Elements(1), at::kFloat, Rank(1), stream, "test");
+      stream.synchronize();
+      ADD_FAILURE() << "no error";
+    } catch (const std::exception& error) {
+      EXPECT_NE(std::string(error.what()).find("rank 1"), std::string::npos) << error.what();
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::minutes(5));  // the deadline is ten
+  });
+}
+
+TEST(PipelineStages, WhatIsMissingIsNamed) {
+  on_ranks(1, [](World world) {
+    const DeviceMesh mesh(world, {{"edp", 1}, {"ep", 1}});
+    auto model = std::make_shared<models::MoeTransformer>(small(2), mesh);
+    auto context = FsdpContext::create(mesh);
+    EXPECT_THROW(static_cast<void>(model->units(pipeline::NodeKind::pre, -1)), UsageError);  // not sharded
+    model->shard(*context, {});
+    context->materialize(model->initializer());
+    auto driver = std::make_unique<StepDriver>(context, model, StepOptions{});
+    EXPECT_THROW(StepDriver(context, model, {}), UsageError);  // a second one
+    auto data = batches(1, 0, 0);
+    data[0].targets.clear();
+    EXPECT_THROW(driver->run(data), UsageError);
+    driver->reset();
+    data[0].inputs.clear();
+    EXPECT_THROW(driver->run(data), UsageError);
+    driver.reset();
+    StepDriver again(context, model, {});
+    again.reset();
+    again.run(batches(1, 0, 0));
+    auto none = small(2);
+    none.experts = none.dense_layers = 0;
+    EXPECT_THROW(models::MoeTransformer(none, mesh), UsageError);
+  });
+  on_ranks(2, [](World world) {
+    const DeviceMesh mesh(world, {{"pp", 2}, {"edp", 1}, {"ep", 1}});
+    EXPECT_THROW(models::MoeTransformer(small(2), mesh), UsageError);  // the whole model on every stage
   });
 }
 

@@ -201,11 +201,14 @@ void ThreadsGroup::exchange_with_peer(int rank, const Collective& operation) {
   Offer& offer = offers_[from * members_.size() + to];
   std::unique_lock lock(mutex_);
   const auto wait_until = [&](auto condition) {
-    const bool in_time = changed_.wait_for(lock, deadline_, [&] { return condition() || !aborted_.empty(); });
+    const bool in_time =
+        changed_.wait_for(lock, deadline_, [&] { return condition() || !aborted_.empty() || left_[operation.peer]; });
     if (condition()) return;
-    if (in_time) throw_aborted(rank, operation);
-    aborted_ = fmt::format("rank {}: {} on communicator {} waited {} ms for rank {}", members_[rank],
-                           describe(operation), name_, deadline_.count(), members_[operation.peer]);
+    if (!aborted_.empty()) throw_aborted(rank, operation);
+    const std::string how =
+        in_time ? "cannot complete, for a rank has ended:" : fmt::format("waited {} ms for", deadline_.count());
+    aborted_ = fmt::format("rank {}: {} on communicator {} {} rank {}", members_[rank], describe(operation), name_, how,
+                           members_[operation.peer]);
     changed_.notify_all();
     throw CommunicationError(aborted_);
   };
