@@ -9,30 +9,35 @@
 
 namespace fsdp::testing {
 
+// The same values on every kind of device, for a rank whose first expert is `first_expert`.
+inline InitFunction moe_values(std::int64_t first_expert) {
+  return [first_expert](const std::string& name, at::Tensor& whole, at::Generator&) {
+    auto values = at::empty(whole.sizes(), at::kFloat);
+    std::uint64_t seed = 17;
+    for (const char c : name) seed = seed * 31 + static_cast<unsigned char>(c);
+    if (values.dim() == 3) {
+      for (std::int64_t e = 0; e < values.size(0); ++e)
+        values.select(0, e).copy_(
+            random({values.size(1), values.size(2)}, seed + 1000 * static_cast<std::uint64_t>(first_expert + e)) *
+            0.05);
+    } else if (values.dim() == 2) {
+      values.copy_(random(values.sizes(), seed) * 0.05);
+    } else {
+      values.fill_(1.0);
+    }
+    at::NoGradGuard no_grad;
+    whole.copy_(values);
+  };
+}
+
 struct MoeGpuRun {
-  MoeGpuRun(World world, const DeviceMesh& mesh, const pipeline::StepOptions& options, UnitOptions unit = {})
+  MoeGpuRun(World world, const DeviceMesh& mesh, const pipeline::StepOptions& options, UnitOptions unit = {},
+            const models::MoeConfig& config = MoeGpuRun::config())
       : world(world),
-        model(std::make_shared<models::MoeTransformer>(config(), mesh)),
+        model(std::make_shared<models::MoeTransformer>(config, mesh)),
         context(FsdpContext::create(mesh)) {
     model->shard(*context, unit);
-    // The same values on every kind of device.
-    context->materialize([init = model->initializer(), first = model->exchange()->first_own_expert()](
-                             const std::string& name, at::Tensor& whole, at::Generator&) {
-      auto values = at::empty(whole.sizes(), at::kFloat);
-      std::uint64_t seed = 17;
-      for (const char c : name) seed = seed * 31 + static_cast<unsigned char>(c);
-      if (values.dim() == 3) {
-        for (std::int64_t e = 0; e < values.size(0); ++e)
-          values.select(0, e).copy_(
-              random({values.size(1), values.size(2)}, seed + 1000 * static_cast<std::uint64_t>(first + e)) * 0.05);
-      } else if (values.dim() == 2) {
-        values.copy_(random(values.sizes(), seed) * 0.05);
-      } else {
-        values.fill_(1.0);
-      }
-      at::NoGradGuard no_grad;
-      whole.copy_(values);
-    });
+    context->materialize(moe_values(model->exchange()->first_own_expert()));
     driver = std::make_unique<pipeline::StepDriver>(context, model, options);
   }
   static models::MoeConfig config() {

@@ -315,6 +315,41 @@ TEST(GpuRanks, MixturesOfExpertsEqualOneProcess) {
   }
 }
 
+// Every rank a pipeline stage of two parts, beside one process that holds the whole model.
+TEST(GpuRanks, PipelineStagesEqualOneProcess) {
+  constexpr int kChunks = 2, kSteps = 3;
+  models::MoeConfig config = MoeGpuRun::config();
+  config.base.layers = kChunks * size();
+  const int microbatches = 2 * size();
+  const DeviceMesh mesh(world(), {{"pp", size()}, {"edp", 1}, {"ep", 1}});
+  const auto parts = models::MoeTransformer::parts(config, mesh, kChunks);
+  auto context = FsdpContext::create(mesh);
+  for (const auto& part : parts) part->shard(*context, {});
+  context->materialize(moe_values(0));
+  pipeline::StepDriver driver(context, std::vector<std::shared_ptr<pipeline::StagedModel>>(parts.begin(), parts.end()),
+                              pipeline::StageChannels::create(mesh, "pp"), {});
+  const World one = World::single({.device = DeviceKind::cuda});
+  MoeGpuRun reference(one, DeviceMesh(one, {{"edp", 1}, {"ep", 1}}),
+                      {.schedule = pipeline::Schedule::sequential, .delay_weights = false}, {}, config);
+  Sgd optimizer(*context, {.learning_rate = 0.1, .momentum = 0.9}),
+      reference_optimizer(*reference.context, {.learning_rate = 0.1, .momentum = 0.9});
+  for (int step = 0; step < kSteps; ++step) {
+    const auto seed = static_cast<std::uint64_t>(step);
+    driver.run(reference.batches(microbatches, seed, 0));
+    reference.driver->run(reference.batches(microbatches, seed, 0));
+    optimizer.step(clip_grad_norm_(*context, 1.0));
+    reference_optimizer.step(clip_grad_norm_(*reference.context, 1.0));
+    optimizer.zero_grad();
+    reference_optimizer.zero_grad();
+  }
+  for (auto& [name, leaf] : context->named_parameters()) {
+    const at::Tensor got = context->full_parameter(name).cpu();
+    const at::Tensor expected = reference.context->full_parameter(name).cpu();
+    EXPECT_TRUE(at::allclose(got, expected, 1e-4, 1e-5))
+        << name << " differs by " << (got - expected).abs().max().item<double>();
+  }
+}
+
 TEST(GpuRanks, ReplayOfACapturedStepEqualsEager) {
   UnitOptions unit;
   unit.mixed_precision.param_dtype = at::kBFloat16;
