@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The command from outside: exit codes, messages, the log, equal losses on 1 and 2 ranks, Ctrl-C.
 # Usage: command_test.sh FSDP_BINARY TINY_CONFIG
-set -uo pipefail
+set -uo pipefail  # so a reader must take all: a writer that is cut off counts as failed
 fsdp=$1
 config=$2
 work=$(mktemp -d)
@@ -47,7 +47,7 @@ WORLD_SIZE=2 RANK=0 expect_error 2 "MASTER_ADDR and MASTER_PORT" "${tiny[@]}"
 "$fsdp" info >"$work/info" || fail "fsdp info"
 grep -q "LibTorch" "$work/info" || fail "fsdp info names LibTorch"
 "$fsdp" --help >"$work/help" || fail "fsdp --help"
-"$fsdp" train --help-config | grep -q "^  steps " || fail "--help-config explains run.steps"
+"$fsdp" train --help-config | grep "^  steps " >/dev/null || fail "--help-config explains run.steps"
 "$fsdp" "${tiny[@]}" --print-config >"$work/printed.toml" || fail "--print-config"
 "$fsdp" train --config "$work/printed.toml" --print-config | cmp - "$work/printed.toml" || fail "--print-config reads back as the same"
 
@@ -120,7 +120,7 @@ code=$?
 
 # Token files: mixed with weights, tokens instead of text in the sample, and a token beyond the vocabulary.
 "$fsdp" data prepare --input "$work/text" --output "$work/bytes" --document line >"$work/out" 2>&1 || fail "data prepare: $(cat "$work/out")"
-"$fsdp" data inspect "$work/bytes" | grep -q "1200 documents\|documents.*1200" || fail "data inspect counts 1200 documents: $("$fsdp" data inspect "$work/bytes")"
+"$fsdp" data inspect "$work/bytes" | grep "1200 documents\|documents.*1200" >/dev/null || fail "data inspect counts 1200 documents: $("$fsdp" data inspect "$work/bytes")"
 for i in $(seq 1 3000); do echo "{\"tokens\": [$((i % 50)), $((i % 7 + 300)), $((i % 3 + 400))]}"; done >"$work/tokens.jsonl"
 "$fsdp" data prepare --input "$work/tokens.jsonl" --format tokens --vocabulary 512 --output "$work/tokens" >"$work/out" 2>&1 || fail "data prepare --format tokens: $(cat "$work/out")"
 "$fsdp" train --config "$config" --set "data.files=[\"$work/bytes\", \"$work/tokens\"]" --set 'data.weights=[1, 3]' \
@@ -148,7 +148,7 @@ cmp -s "$work/text" "$work/kept.bin.part" || fail "prepare has changed its input
 for i in $(seq 1 3000); do echo "[$((i % 50))]"; done >"$work/short.jsonl"
 "$fsdp" data prepare --input "$work/short.jsonl" --format tokens --vocabulary 256 --output "$work/short" >"$work/out" 2>&1 || fail "data prepare of short documents"
 expect_error 1 "step 1 has no targets" train --config "$config" --set "data.files=[\"$work/short\"]" --set data.mask_document_starts=true
-OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 "$fsdp" "${tiny[@]}" --print-config | grep -q "^ranks = 1$" || fail "one process of a launcher is one rank"
+OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 "$fsdp" "${tiny[@]}" --print-config | grep "^ranks = 1$" >/dev/null || fail "one process of a launcher is one rank"
 expect_error 1 "is beyond the vocabulary of 256" train --config "$config" --set "data.files=[\"$work/tokens\"]"
 
 [ "$failures" = 0 ] && echo "all good"
