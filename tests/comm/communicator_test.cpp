@@ -104,5 +104,25 @@ TEST(RunRanks, RanksThatMadeDifferentNumbersOfGroupsStillMeetInACommonOne) {
             {.deadline = 500ms});
 }
 
+// Point to point as well, and long before the deadline.
+TEST(RunRanks, ARankThatHasEndedIsNoticedByWhoeverSendsToItOrWaitsForIt) {
+  for (const bool sends : {false, true}) {
+    run_ranks(2,
+              [&](World world) {
+                const Communicator pair = world.create_communicator(std::vector<int>{0, 1}, "pair");
+                if (world.rank() == Rank(1)) return;
+                const Stream stream = world.runtime()->make_stream("s");
+                float value = 0;
+                if (sends)
+                  pair.send(&value, Elements(1), at::kFloat, Rank(1), stream, "x");
+                else
+                  pair.receive(&value, Elements(1), at::kFloat, Rank(1), stream, "x");
+                EXPECT_THAT(failure_of(stream), HasSubstr("cannot complete, for a rank has ended: rank 1"));
+                stream.reset();
+              },
+              {.deadline = std::chrono::hours(1)});  // of ctest, that is: a failure hangs until its time limit
+  }
+}
+
 }  // namespace
 }  // namespace fsdp::testing

@@ -5,7 +5,6 @@
 #include <ATen/ops/randint.h>
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <map>
 
 #include "fsdp/fsdp.h"
@@ -247,24 +246,6 @@ TEST(PipelineStages, StagesThatMakeDifferentCallsAreTold) {
     auto data = batches(2, 0, 0);
     if (run.last()) data[1].inputs[0] = data[1].inputs[0].reshape({4, 4});
     run.driver->run(std::move(data));
-  });
-}
-
-TEST(PipelineStages, ARankThatHasEndedIsNoticed) {
-  on_ranks(2, [](World world) {
-    const auto pair = world.create_communicator(std::vector<int>{0, 1}, "pair");
-    if (world.rank() == Rank(1)) return;
-    const Stream stream = world.runtime()->make_stream("send");
-    const auto start = std::chrono::steady_clock::now();
-    float value = 0;
-    try {
-      pair.receive(&value, Elements(1), at::kFloat, Rank(1), stream, "test");
-      stream.synchronize();
-      ADD_FAILURE() << "no error";
-    } catch (const std::exception& error) {
-      EXPECT_NE(std::string(error.what()).find("rank 1"), std::string::npos) << error.what();
-    }
-    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::minutes(5));  // the deadline is ten
   });
 }
 
