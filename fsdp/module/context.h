@@ -143,7 +143,8 @@ class FsdpContext : public std::enable_shared_from_this<FsdpContext> {
   // ranks call it. Blocks the host.
   void reset();
 
-  // Weights of a unit gathered for reading while the scope lives, as they were when it began.
+  // Weights of a unit gathered for reading while the scope lives, as they were when it began. Not over a write to them:
+  // where gathers read the peers' memory, this rank's share is seen as it is.
   class [[nodiscard]] UnshardScope {
    public:
     explicit UnshardScope(FsdpModule& unit);

@@ -111,8 +111,9 @@ struct ContextOptions {
   bool symmetric_memory = true;
   // On GPUs of one host: units with shares of 8 MiB and more are gathered by reading the other ranks' shares where they
   // rest, into memory where this rank's share already lies (comm/peer_memory.h). No multiprocessor, no copy of the own
-  // share, no wait for peers; once a step all ranks meet before weights are read and before they are written. A forward
-  // without gradients or a backward must be over on all ranks before leaves are written in place.
+  // share, no wait for peers; all ranks meet once a step before weights are read and once before they are written.
+  // Leaves may be written in place after a backward, an evaluation or an unshard_scope; where a forward with gradients
+  // never has its backward, only by the library's optimizers or after an evaluation.
   bool one_sided_gathers = true;
   Reducer reducer = Reducer::kernel;          // over registered memory
   std::optional<Bytes> symmetric_bytes = {};  // of the arena beyond the resting shards; default: what the policies need
