@@ -11,6 +11,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/env.h"
+#include "fsdp/base/fingerprint.h"
 #include "fsdp/dbuffer/accumulate.h"
 #include "fsdp/dbuffer/redistribute.h"
 #include "fsdp/module/fsdp_module.h"
@@ -150,10 +151,7 @@ void FsdpParameterGroup::check_ranks_agree() const {
   for (const auto& p : parameters_)
     description += fmt::format("{} {} {} {} {};", p.name, fmt::join(p.sizes, "x"), fmt::join(p.strides, ","),
                                p.aliases.size(), p.parameter.requires_grad());
-  std::int64_t hash = 1469598103934665603LL;
-  for (unsigned char c : description)
-    hash = static_cast<std::int64_t>((static_cast<std::uint64_t>(hash) ^ c) * 1099511628211ULL);
-  hash >>= 2;  // its negative and the maximum of both fit
+  const std::int64_t hash = fingerprint(description);
   const Stream stream = mesh_->mesh().world().host().runtime()->compute_stream();
   for (std::size_t axis = 0; axis < strategy_.axes.size(); ++axis) {
     std::int64_t extremes[2] = {hash, -hash};

@@ -100,8 +100,7 @@ std::unique_ptr<ScheduleNode> ChunkPlan::make_node(const NodeCall& call) {
 void ChunkPlan::cross(const NodeCall& call) {
   using Way = StageChannels::Way;
   const Way way = call.pass == Pass::forward ? Way::activations : Way::gradients;
-  const bool arrives = (call.node == NodeKind::previous) == (call.pass == Pass::forward);
-  if (arrives) {
+  if (arrives(call)) {
     flow_ = {channels_->take(way, state_.event)};
     // On CPUs the arithmetic of both lanes is this thread's.
     if (!state_.lanes.runtime().enqueue_sets_current_stream()) state_.lanes.stream(Lane::compute).wait(state_.event);

@@ -64,6 +64,11 @@ std::string to_string(const NodeCall& call) {
 
 bool exchanges(NodeKind node) { return node == NodeKind::dispatch || node == NodeKind::combine; }
 
+bool arrives(const NodeCall& call) {
+  return (call.node == NodeKind::previous && call.pass == Pass::forward) ||
+         (call.node == NodeKind::next && call.pass == Pass::backward);
+}
+
 std::vector<NodeCall> merged_step(std::optional<int> forward, const ChunkShape& forward_shape,
                                   std::optional<int> backward, const ChunkShape& backward_shape) {
   std::vector<NodeCall> calls;

@@ -48,6 +48,8 @@ struct NodeCall {
 [[nodiscard]] std::string to_string(const NodeCall& call);
 // Those of D and C, of layers that have them, run on the stream of exchanges.
 [[nodiscard]] bool exchanges(NodeKind node);
+// Whether it takes what another stage has sent.
+[[nodiscard]] bool arrives(const NodeCall& call);
 
 // What the order depends on.
 struct ChunkShape {

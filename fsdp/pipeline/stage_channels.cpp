@@ -39,7 +39,7 @@ StageChannels::StageChannels(const DeviceMesh& mesh, int axis)
           std::vector<int>{std::min(from, to), std::max(from, to)},
           fmt::format("{}.{}.{}", mesh.axis(axis).name, way == Way::activations ? "activations" : "gradients", link));
       end.peer = Rank(1 - end.communicator.rank().value());
-      end.stream = runtime_->make_stream((sends ? kSend : kReceive)[static_cast<int>(way)] + 11);
+      end.stream = runtime_->make_stream(sends ? "send" : "receive");
     }
   }
 }

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/fingerprint.h"
 
 namespace fsdp::pipeline {
 
@@ -20,11 +21,6 @@ const std::shared_ptr<StagedModel>& first_of(const std::vector<std::shared_ptr<S
   FSDP_CHECK(!chunks.empty() && std::none_of(chunks.begin(), chunks.end(), [](const auto& c) { return c == nullptr; }),
              UsageError, "StepDriver: expected at least one part of a model");
   return chunks.front();
-}
-
-bool arrives(const NodeCall& call) {
-  return (call.node == NodeKind::previous && call.pass == Pass::forward) ||
-         (call.node == NodeKind::next && call.pass == Pass::backward);
 }
 
 // Where a step has issued the layers of both its microbatches: what is left sends to other stages, or hides that.
@@ -171,10 +167,7 @@ void StepDriver::check_stages_agree(const char* call, const std::vector<const Mi
     description += ";";
     for (const at::Tensor& input : microbatch->inputs) description += fmt::format(" {}", fmt::join(input.sizes(), "x"));
   }
-  std::int64_t hash = 1469598103934665603LL;
-  for (unsigned char c : description)
-    hash = static_cast<std::int64_t>((static_cast<std::uint64_t>(hash) ^ c) * 1099511628211ULL);
-  FSDP_CHECK(channels_->all_equal(hash >> 2), UsageError,
+  FSDP_CHECK(channels_->all_equal(fingerprint(description)), UsageError,
              "StepDriver: pipeline stage {} of {} calls {} with {} microbatches, the first with inputs of sizes {}; "
              "another stage makes another call, or has another number of microbatches, or other sizes. All stages "
              "make the same calls with the same microbatches",
