@@ -1,16 +1,38 @@
 #!/usr/bin/env bash
-# Runs the GPU tests on however many GPUs there are, and ends with "N passed, N failed".
+# Runs the GPU tests on however many GPUs there are, and ends with "N passed, N failed". Parts run side by side, but for
+# those that look at how much memory of the device is free.
 #   test_gpu.sh [BUILD_FOLDER] [GTEST_FILTER]
 set -uo pipefail
 cd "$(dirname "$0")/.."
 build=${1:-build}
 filter=${2:-*}
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c "^GPU") || true
+if [ -n "${CUDA_VISIBLE_DEVICES:-}" ] && [ "${gpus:-0}" -gt 0 ]; then
+  gpus=$(tr ',' '\n' <<< "$CUDA_VISIBLE_DEVICES" | grep -c .)
+fi
 if [ "${gpus:-0}" -eq 0 ]; then
   echo "test_gpu.sh: no GPU here (nvidia-smi -L lists none)" >&2
   exit 1
 fi
-passed=0 failed=0
+results=$(mktemp -d)
+trap 'rm -rf "$results"' EXIT
+parts=0
+start() {  # function arguments...: in the background; what it prints is shown by `finish`
+  parts=$((parts + 1))
+  local part=$results/$(printf %03d $parts)
+  ("$@" > "$part.text" 2>&1; echo "$passed $failed" > "$part.counts") &
+}
+finish() {
+  wait
+  local part good bad
+  for part in "$results"/*.counts; do
+    cat "${part%.counts}.text"
+    read -r good bad < "$part"
+    total_passed=$((total_passed + good)) total_failed=$((total_failed + bad))
+  done
+  rm -f "$results"/*
+}
+passed=0 failed=0 total_passed=0 total_failed=0
 run() {  # name command...
   local name=$1 log
   shift
@@ -69,23 +91,25 @@ succeeds() {  # name command...
   rm -f "$log"
 }
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
-run "one rank" timeout 400 "$build/tests/gpu_test" --gtest_filter="$filter"
+start run "one rank" timeout 400 "$build/tests/gpu_test" --gtest_filter="$filter"
 ranks=$gpus
 if [ "$gpus" -eq 1 ]; then
   ranks=2
   export FSDP_SHARE_GPU=1  # both ranks on it, over sockets
 fi
 several=$build/tests/gpu_ranks_test
-run "$ranks ranks" timeout 300 "$several" "$ranks" --gtest_filter="$filter"
-run "$ranks ranks, all gathers by reads of the peers" env FSDP_READ_PEERS_FROM_MIB=0 timeout 300 "$several" "$ranks" --gtest_filter="$filter"
+start run "$ranks ranks" timeout 400 "$several" "$ranks" --gtest_filter="$filter"
+start run "$ranks ranks, all gathers by reads of the peers" env FSDP_READ_PEERS_FROM_MIB=0 timeout 400 "$several" "$ranks" --gtest_filter="$filter"
 if [ "$gpus" -gt 1 ]; then
-  run "$ranks ranks, all gathers by copy engine" env FSDP_COPY_ENGINE_FROM_MIB=0 timeout 300 "$several" "$ranks" --gtest_filter="$filter"
+  start run "$ranks ranks, all gathers by copy engine" env FSDP_COPY_ENGINE_FROM_MIB=0 timeout 400 "$several" "$ranks" --gtest_filter="$filter"
 fi
 if [ "$filter" = "*" ]; then
-  fails_with "a killed rank" "did not end within\|another rank has failed\|remote process exited" timeout 120 "$several" "$ranks" --scenario killed
-  fails_with "a wrong order" "ranks run different operations" timeout 120 "$several" "$ranks" --scenario order
-  succeeds "communicators made and dropped" timeout 120 "$several" "$ranks" --scenario leak
-  succeeds "a thousand steps" timeout 300 "$several" "$ranks" --scenario long
+  start fails_with "a killed rank" "did not end within\|another rank has failed\|remote process exited" timeout 120 "$several" "$ranks" --scenario killed
+  start fails_with "a wrong order" "ranks run different operations" timeout 120 "$several" "$ranks" --scenario order
+  start succeeds "a thousand steps" timeout 300 "$several" "$ranks" --scenario long
+  finish
+  start succeeds "communicators made and dropped" timeout 120 "$several" "$ranks" --scenario leak
 fi
-echo "$passed passed, $failed failed"
-[ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]
+finish
+echo "$total_passed passed, $total_failed failed"
+[ "$total_failed" -eq 0 ] && [ "$total_passed" -gt 0 ]

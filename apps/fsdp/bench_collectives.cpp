@@ -41,16 +41,50 @@ class Bench {
     right_ = at::ones({kWidth, kWidth}, options).mul_(1e-4);
   }
 
-  // `gathered` holds the whole buffer and this rank's share, `reduced` the whole buffer.
+  // Collectives of `bytes` in memory: `gathered` holds the whole buffer and this rank's share, `reduced` the whole
+  // buffer.
   void run(const std::string& way, std::byte* gathered, std::byte* reduced, std::int64_t bytes) {
     const Elements share(bytes / world_.size() / 2);
-    const auto all_gather = [&] {
-      gather_.all_gather(gathered + bytes, gathered, share, at::kBFloat16, gather_stream_, "FSDP:bench:unshard");
-    };
-    const auto reduce_scatter = [&] {
-      std::byte* own = reduced + world_.rank().value() * share.value() * 2;
-      reduce_.reduce_scatter(reduced, own, share, at::kBFloat16, reduce_stream_, "FSDP:bench:reduce_gradients");
-    };
+    std::byte* own = reduced + world_.rank().value() * share.value() * 2;
+    measure(
+        way, bytes, [&] { gather_into(gathered + bytes, gathered, share); },
+        [&] {
+          reduce_.reduce_scatter(reduced, own, share, at::kBFloat16, reduce_stream_, "FSDP:bench:reduce_gradients");
+        });
+  }
+
+  // Gathers that read the peers' memory, reductions by copies into it. Returns whether the ranks can.
+  bool run_with_peers(std::byte* reduced, std::int64_t bytes) {
+    const Elements share(bytes / world_.size() / 2);
+    const Bytes granularity = gather_.backend()->peer_granularity();
+    if (granularity == Bytes(0)) return false;
+    if (share.value() * 2 % granularity.value() != 0) return true;  // not of this size
+    std::string why;
+    const auto memory = gather_.backend()->make_peer_memory({{.share = Bytes(share.value() * 2)}}, why);
+    const auto inbox = reduce_.backend()->make_inbox(Bytes(share.value() * 2), *world_.runtime()->kernels(), why);
+    FSDP_CHECK(memory != nullptr && inbox != nullptr, CommunicationError, "memory could not be shared: {}", why);
+    void* whole = memory->acquire(0);
+    const SumDestination own{.data = reduced + world_.rank().value() * share.value() * 2, .dtype = at::kBFloat16};
+    measure(
+        "peers", bytes, [&] { gather_into(memory->share(0), whole, share); },
+        [&] {
+          reduce_.reduce_scatter(reduced, own, share, at::kBFloat16, *inbox, reduce_stream_,
+                                 "FSDP:bench:reduce_gradients");
+        });
+    for (const Stream& stream : {gather_stream_, reduce_stream_}) stream.synchronize();
+    return true;
+  }
+
+  [[nodiscard]] const Communicator& gather() const { return gather_; }
+  [[nodiscard]] const Communicator& reduce() const { return reduce_; }
+
+ private:
+  void gather_into(const void* own, void* whole, Elements share) const {
+    gather_.all_gather(own, whole, share, at::kBFloat16, gather_stream_, "FSDP:bench:unshard");
+  }
+
+  void measure(const std::string& way, std::int64_t bytes, const std::function<void()>& all_gather,
+               const std::function<void()>& reduce_scatter) {
     const auto both = [&] {
       all_gather();
       reduce_scatter();
@@ -77,10 +111,6 @@ class Bench {
     line("both_at_once", both);
   }
 
-  [[nodiscard]] const Communicator& gather() const { return gather_; }
-  [[nodiscard]] const Communicator& reduce() const { return reduce_; }
-
- private:
   // Products for longer than the collectives beside them take.
   void multiply() {
     for (int i = 0; i < 12; ++i) at::mm(left_, right_);
@@ -151,7 +181,9 @@ int bench_collectives(const BenchCollectivesCommand& command) {
              CommunicationError, "NCCL could not register {} MiB", room.value() >> 20);
   runtime.clear(registered.get(), room, runtime.compute_stream());
   sweep("registered", registered.get());
-  if (reduce->reduce_by_copies(largest, *runtime.kernels())) sweep("copies", registered.get());
+  for (std::int64_t bytes = 1 << 20; bytes <= largest.value(); bytes *= 4) {
+    if (!bench.run_with_peers(static_cast<std::byte*>(registered.get()), bytes)) break;
+  }
   for (const auto& group : {gather, reduce}) group->deregister_symmetric(registered.get());
   return 0;
 }

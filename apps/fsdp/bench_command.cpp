@@ -19,7 +19,8 @@ void BenchCommand::add_to(CLI::App& app) {
   step_->add_flag("--nccl", step.nccl, "Real ranks, one a GPU, instead of a loopback");
   step_->add_option("--symmetric", step.symmetric, "With --nccl: registered memory, true or false");
   step_->add_option("--one-sided", step.one_sided, "With --nccl: gathers read the peers' shares, true or false");
-  step_->add_flag("--copy-engine-reducer", step.copy_engine_reducer, "With --nccl: reductions by copy engine");
+  step_->add_option("--reducer", step.reducer, "With --nccl: copy_engine or kernel")
+      ->check(CLI::IsMember({"copy_engine", "kernel"}));
   step_->add_flag("--serve", step.serve, "Run the mode named on each line of the input");
 
   host_ = command_->add_subcommand("host", "Host time that sharding adds to a unit");
@@ -51,7 +52,8 @@ void BenchCommand::add_to(CLI::App& app) {
   overlap_->add_flag("--nccl", overlap.nccl, "Real ranks, one a GPU, instead of a loopback");
   overlap_->add_option("--symmetric", overlap.symmetric, "With --nccl: registered memory, true or false");
   overlap_->add_option("--one-sided", overlap.one_sided, "With --nccl: gathers read the peers' shares, true or false");
-  overlap_->add_flag("--copy-engine-reducer", overlap.copy_engine_reducer, "With --nccl: reductions by copy engine");
+  overlap_->add_option("--reducer", overlap.reducer, "With --nccl: copy_engine or kernel")
+      ->check(CLI::IsMember({"copy_engine", "kernel"}));
   overlap_->add_option("--trace", overlap.trace, "Write the steps as a Chrome trace to this file");
 
   schedule_ = command_->add_subcommand("schedule", "What the merged schedule of a mixture of experts hides");

@@ -79,7 +79,7 @@ int bench_overlap(const BenchOverlapCommand& command) {
   options.unify_communication_stream = command.unify;
   options.symmetric_memory = command.symmetric;
   options.one_sided_gathers = command.one_sided;
-  if (command.copy_engine_reducer) options.reducer = Reducer::copy_engine;
+  if (command.reducer == "kernel") options.reducer = Reducer::kernel;
   auto context = FsdpContext::create(DeviceMesh(world, {{"dp", command.ranks}}), options);
   UnitOptions unit;
   unit.placements = strategy_of(command.strategy);
@@ -159,7 +159,7 @@ int bench_overlap(const BenchOverlapCommand& command) {
       {"loopback", command.nccl ? "none: NCCL" : "link"},
       {"symmetric", command.symmetric},
       {"one_sided", command.one_sided},
-      {"copy_engine_reducer", command.copy_engine_reducer},
+      {"reducer", command.reducer},
       {"steps", command.steps},
       {"gathers", range(least.gathers, most.gathers)},
       {"gathers_hidden", range(least.gathers_hidden, most.gathers_hidden)},

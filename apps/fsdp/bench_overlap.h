@@ -12,11 +12,12 @@ struct BenchOverlapCommand {
   std::string prefetch = "depth";  // or lists, none, recorded, delayed_release
   int amount = 1, delay = 0;
   bool keep_last = true, unify = false;
-  int gather_multiprocessors = 0;  // held by a gather; 0: the copy engine does it
-  int carve_out = 0;               // multiprocessors that matrix products leave free
-  bool nccl = false;               // real ranks, one a GPU, instead of a loopback
-  bool symmetric = true, one_sided = true, copy_engine_reducer = false;  // with nccl
-  std::string trace;                                                     // all steps as a Chrome trace, of rank 0
+  int gather_multiprocessors = 0;           // held by a gather; 0: the copy engine does it
+  int carve_out = 0;                        // multiprocessors that matrix products leave free
+  bool nccl = false;                        // real ranks, one a GPU, instead of a loopback
+  bool symmetric = true, one_sided = true;  // with nccl
+  std::string reducer = "copy_engine";      // too
+  std::string trace;                        // all steps as a Chrome trace, of rank 0
 };
 
 // Rank 0 of several on a loopback that takes the time of a link, or real ranks, each of which profiles itself. Prints

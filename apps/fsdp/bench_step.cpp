@@ -58,8 +58,9 @@ class TimedGroup final : public CommunicatorBackend {
     return inner_->register_symmetric(base, size);
   }
   void deregister_symmetric(void* base) override { inner_->deregister_symmetric(base); }
-  [[nodiscard]] bool reduce_by_copies(Bytes largest, Kernels& kernels) override {
-    return inner_->reduce_by_copies(largest, kernels);
+  [[nodiscard]] std::unique_ptr<PeerInbox> make_inbox(Bytes largest_share, Kernels& kernels,
+                                                      std::string& why) override {
+    return inner_->make_inbox(largest_share, kernels, why);
   }
   [[nodiscard]] Bytes peer_granularity() const override { return inner_->peer_granularity(); }
   [[nodiscard]] std::shared_ptr<PeerMemory> make_peer_memory(const std::vector<PeerPart>& parts,
@@ -102,7 +103,7 @@ class StepMode final : public Mode {
       options.late_first_prefetch = command.late;
       options.symmetric_memory = command.symmetric;
       options.one_sided_gathers = command.one_sided;
-      if (command.copy_engine_reducer) options.reducer = Reducer::copy_engine;
+      if (command.reducer == "kernel") options.reducer = Reducer::kernel;
       context_ = FsdpContext::create(make_mesh(), options);
       shard_bench_stack(*context_, model_, {});
     }
@@ -273,7 +274,7 @@ nlohmann::json description(const BenchStepCommand& command) {
                                       : "copy"},
           {"symmetric", command.symmetric},
           {"one_sided", command.one_sided},
-          {"copy_engine_reducer", command.copy_engine_reducer},
+          {"reducer", command.reducer},
           {"late_first_prefetch", command.late},
           {"depth", command.depth}};
 }

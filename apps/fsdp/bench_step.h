@@ -17,7 +17,7 @@ struct BenchStepCommand {
   bool late = false;  // ContextOptions::late_first_prefetch
   bool nccl = false;  // real ranks, one a GPU, started here; no loopback
   bool symmetric = true, one_sided = true;
-  bool copy_engine_reducer = false;  // Reducer::copy_engine
+  std::string reducer = "copy_engine";
   bool serve = false;  // runs the mode named on each line of the input, as often as the number after it says
 };
 

@@ -10,6 +10,7 @@
 
 #include "fsdp/base/types.h"
 #include "fsdp/comm/collective.h"
+#include "fsdp/comm/peer_inbox.h"
 #include "fsdp/comm/peer_memory.h"
 
 namespace fsdp {
@@ -44,10 +45,11 @@ class CommunicatorBackend {
   // Collective, blocks the host. Returns whether it could be registered; the caller makes sure that all ranks agree.
   [[nodiscard]] virtual bool register_symmetric(void* /*base*/, Bytes /*size*/) { return false; }
   virtual void deregister_symmetric(void* /*base*/) {}  // before the memory goes
-  // From here on reductions of at most `largest` bytes in registered memory are made of copies between the devices, by
-  // their copy engines, and a local sum in rank order, in fp32, rounded once. Collective, blocks the host. Returns
-  // whether they can be; the caller makes sure that all ranks agree, and takes it back with Bytes(0) otherwise.
-  [[nodiscard]] virtual bool reduce_by_copies(Bytes /*largest*/, Kernels&) { return false; }
+  // For reductions made of copies, of shares of at most so many bytes. Collective, blocks the host. Null, on all ranks,
+  // when a rank could not or there are none here; then `why` says what was in the way, where it was.
+  [[nodiscard]] virtual std::unique_ptr<PeerInbox> make_inbox(Bytes /*largest_share*/, Kernels&, std::string& /*why*/) {
+    return nullptr;
+  }
 
   // Memory in which gathers read the other ranks' shares where they rest. Sizes of shares are multiples of this; 0:
   // there is none, equal on all ranks.

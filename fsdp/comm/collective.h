@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "fsdp/base/types.h"
+#include "fsdp/comm/peer_inbox.h"
 #include "fsdp/trace/span.h"
 
 namespace fsdp {
@@ -35,8 +36,10 @@ struct Collective {
   std::int64_t count = 0;     // elements a rank: gathered share, scattered share, or whole buffer
   std::int64_t sequence = 0;  // of this communicator, from 1
   Stamp stamp = {};
-  const char* label = "";  // what it is for, such as "FSDP:layers.0:unshard"; lives as long as the process
-                           // (base/intern.h): other ranks read it
+  const char* label = "";           // what it is for, such as "FSDP:layers.0:unshard"; lives as long as the process
+                                    // (base/intern.h): other ranks read it
+  PeerInbox* inbox = nullptr;       // reduce_scatter by copies, through it; `receive` is unused, the sum goes to
+  SumDestination destination = {};  // this
   // all_to_all_v: elements to and from each rank, packed in rank order. [rank]
   std::shared_ptr<const std::vector<std::int64_t>> send_counts, receive_counts;
 };

@@ -87,6 +87,19 @@ void Communicator::reduce_scatter(const void* send, void* receive, Elements coun
          count.value() * size(), stream);
 }
 
+void Communicator::reduce_scatter(const void* send, const SumDestination& destination, Elements count,
+                                  c10::ScalarType dtype, PeerInbox& inbox, const Stream& stream,
+                                  const char* label) const {
+  launch({.kind = trace::Kind::reduce_scatter,
+          .dtype = dtype,
+          .send = send,
+          .count = count.value(),
+          .label = label,
+          .inbox = &inbox,
+          .destination = destination},
+         count.value() * size(), stream);
+}
+
 void Communicator::all_reduce(const void* send, void* receive, Elements count, c10::ScalarType dtype, ReduceOp op,
                               const Stream& stream, const char* label) const {
   launch({.kind = trace::Kind::all_reduce,

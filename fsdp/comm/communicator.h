@@ -39,6 +39,9 @@ class Communicator {
   // receive = share `rank()` of the sum of all ranks' `send`. `send` holds size() * count elements.
   void reduce_scatter(const void* send, void* receive, Elements count, c10::ScalarType dtype, const Stream& stream,
                       const char* label) const;
+  // The same through `inbox`, of this group: where the sum goes is up to `destination`. Float, BFloat16 and Half.
+  void reduce_scatter(const void* send, const SumDestination& destination, Elements count, c10::ScalarType dtype,
+                      PeerInbox& inbox, const Stream& stream, const char* label) const;
   void all_reduce(const void* send, void* receive, Elements count, c10::ScalarType dtype, ReduceOp op,
                   const Stream& stream, const char* label) const;
   // `data` of rank `root` reaches all ranks.

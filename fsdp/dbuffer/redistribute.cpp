@@ -32,23 +32,36 @@ void gather(const DBuffer& from, const DBuffer& to, const Stream& stream, const 
   }
 }
 
-ElementRange reduce_in_place(const DBuffer& buffer, const PlacementList& to, const Stream& stream, const char* label) {
+Reduced reduce_in_place(const DBuffer& buffer, const PlacementList& to, const Stream& stream, const char* label,
+                        const ReduceRoute& route) {
   PlacementList placements = buffer.placements();
-  ElementRange range = buffer.range();
-  for (const RedistributionStep& step : plan_redistribution(buffer.placements(), to)) {
-    const Communicator& communicator = buffer.mesh().communicator(step.axis, Use::reduce);
-    void* data = buffer.address(range.begin);
-    if (step.transition == Transition::all_reduce) {
-      communicator.all_reduce(data, data, Elements(range.length()), buffer.dtype(), ReduceOp::sum, stream, label);
-    } else {
-      FSDP_INVARIANT(step.transition == Transition::reduce_scatter);
-      placements[step.axis] = Placement::flat;
-      range = buffer.layout().shard(placements, buffer.mesh().sizes(), buffer.mesh().coordinates());
-      communicator.reduce_scatter(data, buffer.address(range.begin), Elements(range.length()), buffer.dtype(), stream,
-                                  label);
+  Reduced result{buffer.range()};
+  const auto steps = plan_redistribution(buffer.placements(), to);
+  for (std::size_t i = 0; i < steps.size(); ++i) {
+    const auto [axis, transition] = std::pair(steps[i].axis, steps[i].transition);
+    const Communicator& communicator = buffer.mesh().communicator(axis, Use::reduce);
+    void* data = buffer.address(result.range.begin);
+    if (transition == Transition::all_reduce) {
+      communicator.all_reduce(data, data, Elements(result.range.length()), buffer.dtype(), ReduceOp::sum, stream,
+                              label);
+      continue;
     }
+    FSDP_INVARIANT(transition == Transition::reduce_scatter);
+    placements[axis] = Placement::flat;
+    result.range = buffer.layout().shard(placements, buffer.mesh().sizes(), buffer.mesh().coordinates());
+    const Elements share(result.range.length());
+    void* own = buffer.address(result.range.begin);
+    PeerInbox* inbox = route.inboxes.empty() ? nullptr : route.inboxes[static_cast<std::size_t>(axis)];
+    if (inbox == nullptr || buffer.dtype() == c10::kDouble) {
+      communicator.reduce_scatter(data, own, share, buffer.dtype(), stream, label);
+      continue;
+    }
+    result.delivered = route.destination != nullptr && i + 1 == steps.size();
+    const SumDestination in_place{.data = own, .dtype = buffer.dtype()};
+    communicator.reduce_scatter(data, result.delivered ? *route.destination : in_place, share, buffer.dtype(), *inbox,
+                                stream, label);
   }
-  return range;
+  return result;
 }
 
 int only_gather_axis(const PlacementList& from, const SubMesh& mesh) {

@@ -213,7 +213,6 @@ void FsdpParameterGroup::prepare_reduction() {
 
 void FsdpParameterGroup::reduce(const Stream& stream, BufferPool& slots, BufferPool& accumulations, const char* label) {
   if (direct_ && !is_last_) return;  // all there is to do was adding
-  ElementRange range;
   if (direct_) {
     if (dtypes_.gradient == dtypes_.reduce) {
       slot_.storage().attach(accumulated_->storage().detach());
@@ -225,10 +224,12 @@ void FsdpParameterGroup::reduce(const Stream& stream, BufferPool& slots, BufferP
       enqueue_accumulate(slot_, *accumulated_, slot_.range(), 1, /*overwrite=*/true, stream);
       free_accumulated(accumulations);
     }
-    range = reduce_in_place(slot_, reduced_placements_, stream, label);
+    reduce_to_main_gradient(slot_, stream, label);
+  } else if (!deferred()) {
+    reduce_to_main_gradient(slot_, stream, label);
   } else {
-    range = reduce_in_place(slot_, accumulated_placements_, stream, label);
-    if (deferred() && (!is_last_ || has_accumulated_)) {
+    const ElementRange range = reduce_in_place(slot_, accumulated_placements_, stream, label, {inboxes_}).range;
+    if (!is_last_ || has_accumulated_) {
       ensure_accumulated(accumulations);
       if (!has_accumulated_) order_after_compute(stream);
       enqueue_accumulate(*accumulated_, slot_, range, 1, /*overwrite=*/!has_accumulated_, stream);
@@ -237,11 +238,26 @@ void FsdpParameterGroup::reduce(const Stream& stream, BufferPool& slots, BufferP
       enqueue_accumulate(slot_, *accumulated_, range, 1, /*overwrite=*/true, stream);
       free_accumulated(accumulations);  // its next user writes it on the same stream
     }
-    range = reduce_in_place(DBuffer::part_of(slot_, accumulated_placements_), reduced_placements_, stream, label);
+    reduce_to_main_gradient(DBuffer::part_of(slot_, accumulated_placements_), stream, label);
   }
-  FSDP_INVARIANT(range == main_weight_.range());
+}
+
+void FsdpParameterGroup::reduce_to_main_gradient(const DBuffer& sums, const Stream& stream, const char* label) {
+  if (inboxes_.empty()) {
+    const ElementRange range = reduce_in_place(sums, reduced_placements_, stream, label).range;
+    FSDP_INVARIANT(range == main_weight_.range());
+    const bool overwrite = prepare_main_gradient(stream);
+    enqueue_accumulate(*main_gradient_.buffer, slot_, range, divisor_, overwrite, stream);
+    return;
+  }
   const bool overwrite = prepare_main_gradient(stream);
-  enqueue_accumulate(*main_gradient_.buffer, slot_, range, divisor_, overwrite, stream);
+  const DBuffer& main = *main_gradient_.buffer;
+  const SumDestination destination{main.address(main_weight_.range().begin), static_cast<float>(divisor_), main.dtype(),
+                                   overwrite};
+  const Reduced reduced =
+      reduce_in_place(sums, reduced_placements_, stream, label, {.inboxes = inboxes_, .destination = &destination});
+  FSDP_INVARIANT(reduced.range == main_weight_.range());
+  if (!reduced.delivered) enqueue_accumulate(main, slot_, reduced.range, divisor_, overwrite, stream);
 }
 
 // --- The main gradient and the leaves' .grad ---

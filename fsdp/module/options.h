@@ -88,11 +88,12 @@ enum class ReducePolicy : std::uint8_t {
   last_microbatch,   // accumulate whole gradients, reduce once; what a DDP user expects of no_sync
 };
 
-// How gradients in registered memory are reduced.
+// How gradients are reduced between GPUs of one host.
 enum class Reducer : std::uint8_t {
-  kernel,       // NCCL's symmetric kernel, in place
-  copy_engine,  // an all-to-all by the copy engines, then a local sum in rank order, in fp32, rounded once. No
-                // multiprocessor is held while a peer is late; takes one more slot of memory
+  kernel,       // NCCL's symmetric kernel, in place in registered memory
+  copy_engine,  // shares are copied to their owners, who add them up in rank order, in fp32, rounded once, and to the
+                // main gradient in the same pass (comm/peer_inbox.h). No multiprocessor is held while data moves or a
+                // peer is late; takes one more unit of memory less this rank's share
 };
 
 enum class SkippedUnits : std::uint8_t { error, participate };
@@ -115,7 +116,7 @@ struct ContextOptions {
   // Leaves may be written in place after a backward, an evaluation or an unshard_scope; where a forward with gradients
   // never has its backward, only by the library's optimizers or after an evaluation.
   bool one_sided_gathers = true;
-  Reducer reducer = Reducer::kernel;          // over registered memory
+  Reducer reducer = Reducer::copy_engine;     // over GPUs of one host
   std::optional<Bytes> symmetric_bytes = {};  // of the arena beyond the resting shards; default: what the policies need
   bool keep_first = false;                    // the first unit of forward stays gathered between microbatches of a step
   bool unify_communication_stream = false;    // gathers and reductions share one stream

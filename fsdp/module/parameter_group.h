@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/comm/peer_inbox.h"
 #include "fsdp/comm/peer_memory.h"
 #include "fsdp/dbuffer/buffer_pool.h"
 #include "fsdp/dbuffer/dbuffer.h"
@@ -153,6 +154,9 @@ class FsdpParameterGroup {
   void use_peers(PeerMemory* peers, int part);
   [[nodiscard]] bool reads_peers() const { return peers_ != nullptr; }
 
+  // Reductions over axis i of the group's mesh go through inboxes[i] where that is not null.
+  void use_inboxes(std::vector<PeerInbox*> inboxes) { inboxes_ = std::move(inboxes); }
+
   // Turns names into paths from the root; `prefixes` are those of the unit's modules, with their separator.
   void set_names(const std::vector<std::string>& prefixes);
   // Values from a function of (name, whole tensor), for parameters built on the meta device.
@@ -200,6 +204,8 @@ class FsdpParameterGroup {
   bool adopt_gradients();
   bool prepare_main_gradient(const Stream& stream);  // `stream` will write it; returns whether it overwrites
   [[nodiscard]] bool gradient_views_unshared() const;
+  // Sums what has the placements between microbatches over the axes that are left, and adds it to the main gradient.
+  void reduce_to_main_gradient(const DBuffer& sums, const Stream& stream, const char* label);
   void enqueue_accumulate(const DBuffer& to, const DBuffer& from, ElementRange range, double divisor, bool overwrite,
                           const Stream& stream) const;
 
@@ -226,6 +232,7 @@ class FsdpParameterGroup {
   DBuffer model_weight_, main_weight_, whole_, slot_;
   PeerMemory* peers_ = nullptr;
   int peer_part_ = 0;
+  std::vector<PeerInbox*> inboxes_;        // [axis of the group's mesh], or empty
   std::vector<at::Tensor> slot_views_;     // [parameter]
   std::vector<std::int64_t> marks_;        // packed coordinates: first element of every piece of every parameter
   std::vector<int> marks_begin_;           // [parameter] -> index into marks_, one more at the end

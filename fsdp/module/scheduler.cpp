@@ -35,9 +35,10 @@ Scheduler::Scheduler(DeviceMesh mesh, ContextOptions options)
 
 Scheduler::~Scheduler() {
   if (std::uncaught_exceptions() > 0 && mesh_.runtime()->kernels() != nullptr) {
-    // What runs on a GPU may wait for a peer that will never come, and peers may still reach into the arena.
+    // What runs on a GPU may wait for a peer that will never come, and peers may still reach into this memory.
     static_cast<void>(arena_.release());
     static_cast<void>(new std::vector<Peers>(std::move(peers_)));
+    static_cast<void>(new auto(std::move(inboxes_)));
     return;
   }
   for (const Stream* stream : {&gather_stream_, &reduce_stream_}) {
@@ -46,6 +47,7 @@ Scheduler::~Scheduler() {
     } catch (const std::exception&) {  // it was thrown to whoever waited, or nobody will
     }
   }
+  inboxes_.clear();
   if (arena_ == nullptr && peers_.empty()) return;
   try {
     // Leaves and the module's tensors may live on: what they look at leaves the arena.
@@ -462,6 +464,7 @@ MemoryReport Scheduler::memory_report() const {
   }
   if (arena_ != nullptr) report.arena = arena_->size() - arena_resting_;
   for (const Peers& peers : peers_) report.arena += peers.memory->places_size();
+  for (const auto& [axis, inbox] : inboxes_) report.arena += inbox->size();
   report.gathered = gather_pool_.in_use();
   report.gathered_peak = gather_pool_.peak();
   report.gathered_reserved = gather_pool_.reserved();

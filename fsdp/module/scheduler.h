@@ -174,6 +174,7 @@ class Scheduler {
   void join_left_over();
   void end_of_step();
 
+  void make_inboxes();      // collective
   void make_peer_memory();  // collective
   void publish_weights();   // peers may read this epoch's from here on
   void settle_reads();      // and write them again after this, on the gather stream
@@ -198,6 +199,7 @@ class Scheduler {
     Communicator communicator;  // of the gathers that read it
   };
   std::vector<Peers> peers_;
+  std::map<int, std::unique_ptr<PeerInbox>> inboxes_;  // by axis of the mesh, of reductions over it
   std::int64_t published_epoch_ = -1;
   bool unsettled_reads_ = false;
   std::string memory_path_;  // how gathers and reductions go, for the summary

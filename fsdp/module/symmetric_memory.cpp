@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/log.h"
 #include "fsdp/dbuffer/redistribute.h"
 #include "fsdp/module/scheduler.h"
 #include "fsdp/runtime/kernels.h"
@@ -28,6 +29,42 @@ bool all_agree(const DeviceMesh& mesh, int axis, bool good) {
 }
 
 }  // namespace
+
+// Before the arena: what is reduced through an inbox needs no registered slots.
+void Scheduler::make_inboxes() {
+  if (options_.reducer != Reducer::copy_engine || runtime().kernels() == nullptr) return;
+  std::map<int, Bytes> largest_share;  // by axis of the mesh
+  for (const auto& unit : units_) {
+    for (const auto& group : unit->groups()) {
+      const SubMesh& mesh = group->mesh();
+      for (std::size_t axis = 0; axis < mesh.sizes().size(); ++axis) {
+        if (mesh.sizes()[axis] == 1 || group->strategy().optimizer[axis] != Placement::flat) continue;
+        Bytes& share = largest_share[mesh.axes()[axis]];
+        share = std::max(share, Bytes(group->slot_bytes().value() / mesh.sizes()[axis]));
+      }
+    }
+  }
+  for (const auto& [axis, share] : largest_share) {
+    std::string why;
+    auto inbox = mesh_.communicator(axis, Use::reduce).backend()->make_inbox(share, *runtime().kernels(), why);
+    if (inbox != nullptr)
+      inboxes_[axis] = std::move(inbox);
+    else if (!why.empty())
+      log::write(log::Level::warning, fmt::format("fsdp: rank {}: reductions are not made of copies to other ranks: {}",
+                                                  mesh_.world().rank().value(), why));
+  }
+  if (inboxes_.empty()) return;
+  for (const auto& unit : units_) {
+    for (const auto& group : unit->groups()) {
+      std::vector<PeerInbox*> of_group;
+      for (const int axis : group->mesh().axes()) {
+        const auto found = inboxes_.find(axis);
+        of_group.push_back(found == inboxes_.end() ? nullptr : found->second.get());
+      }
+      group->use_inboxes(std::move(of_group));
+    }
+  }
+}
 
 // Between its uses in a step.
 bool Scheduler::stays_gathered(const FsdpModule& unit) const {
@@ -51,16 +88,26 @@ void Scheduler::make_arena() {
   if (groups.empty()) return;
   const auto gather = mesh_.communicator(axis, Use::gather).backend(),
              reduce = mesh_.communicator(axis, Use::reduce).backend();
+  const bool copies = inboxes_.contains(axis);
+  const auto reading = std::count_if(groups.begin(), groups.end(), [](const auto* g) { return g->reads_peers(); });
+  const bool all_read = static_cast<std::size_t>(reading) == groups.size();
+  const auto describe = [&](const std::string& other_gathers, const std::string& other_reductions) {
+    std::string gathers = all_read ? "" : other_gathers;
+    if (reading > 0)
+      gathers =
+          fmt::format("reads of peers for {} of {} groups{}{}", reading, groups.size(), all_read ? "" : ", ", gathers);
+    memory_path_ = fmt::format("gathers: {}, reductions: {}", gathers,
+                               copies ? "copies to peers, summed by one kernel" : other_reductions);
+  };
+  if (all_read && copies) return describe({}, {});
   std::string refusal = gather->why_no_symmetric_memory();
   if (refusal.empty()) refusal = reduce->why_no_symmetric_memory();
   if (!refusal.empty()) {
-    const bool reads = std::any_of(groups.begin(), groups.end(), [](const auto* g) { return g->reads_peers(); });
-    memory_path_ =
-        fmt::format("{}rings: no symmetric memory, for {}", reads ? "gathers: reads of peers; else " : "", refusal);
-    return;
+    const std::string ring = fmt::format("ring (no symmetric memory, for {})", refusal);
+    return describe(ring, ring);
   }
 
-  Bytes shards, largest, largest_slot, kept, kept_slot;
+  Bytes shards, largest, largest_slot, kept;
   for (const FsdpParameterGroup* group : groups) {
     if (!group->reads_peers()) shards += Arena::rounded(group->resting_bytes());
   }
@@ -68,11 +115,10 @@ void Scheduler::make_arena() {
     Bytes whole, slot;
     for (const auto& group : unit->groups()) {
       if (group->releasable() && !group->reads_peers()) whole += Arena::rounded(group->whole_bytes());
-      slot += Arena::rounded(group->slot_bytes());
+      if (!copies) slot += Arena::rounded(group->slot_bytes());
     }
     if (stays_gathered(*unit)) {
       kept += whole;  // beside the others
-      kept_slot = std::max(kept_slot, slot);
     } else {
       largest = std::max(largest, whole);
       largest_slot = std::max(largest_slot, slot);
@@ -88,18 +134,14 @@ void Scheduler::make_arena() {
   c10::DataPtr memory = gather->allocate_symmetric(size);
   bool good = all_agree(mesh_, axis, memory.get() != nullptr);
   if (good) good = all_agree(mesh_, axis, gather->register_symmetric(memory.get(), size));
-  if (good) good = all_agree(mesh_, axis, reduce->register_symmetric(memory.get(), size));
+  if (good && !copies) good = all_agree(mesh_, axis, reduce->register_symmetric(memory.get(), size));
   if (!good) {
     for (const auto& group : {gather, reduce}) group->deregister_symmetric(memory.get());
-    memory_path_ = "rings: NCCL could not register memory on every rank";
-    return;
+    const std::string ring = "ring (NCCL could not register memory on every rank)";
+    return describe(ring, ring);
   }
-  arena_groups_ = {gather, reduce};
-  if (options_.reducer == Reducer::copy_engine) {
-    const Bytes parts = Arena::rounded(std::max(largest_slot, kept_slot));
-    if (!all_agree(mesh_, axis, reduce->reduce_by_copies(parts, *runtime().kernels())))
-      static_cast<void>(reduce->reduce_by_copies(Bytes(0), *runtime().kernels()));
-  }
+  arena_groups_ = {gather};
+  if (!copies) arena_groups_.push_back(reduce);
   arena_resting_ = shards;
   arena_ = std::make_unique<Arena>(std::move(memory), size);
   const Stream compute = compute_stream();
@@ -112,14 +154,9 @@ void Scheduler::make_arena() {
   compute.synchronize();  // nobody gathers from a peer's memory before it is filled
   static_cast<void>(all_agree(mesh_, axis, true));
   gather_pool_.use_arena(arena_.get());
-  slot_pool_.use_arena(arena_.get());
-  const auto reading = std::count_if(groups.begin(), groups.end(), [](const auto* g) { return g->reads_peers(); });
-  std::string gathers = static_cast<std::size_t>(reading) == groups.size() ? "" : gather->path();
-  if (reading > 0)
-    gathers = fmt::format("reads of peers for {} of {} groups{}{}", reading, groups.size(), gathers.empty() ? "" : ", ",
-                          gathers);
-  memory_path_ =
-      fmt::format("gathers: {}, reductions: {}, from an arena of {} MiB", gathers, reduce->path(), size.value() >> 20);
+  if (!copies) slot_pool_.use_arena(arena_.get());
+  describe(gather->path(), reduce->path());
+  memory_path_ += fmt::format(", with an arena of {} MiB", size.value() >> 20);
 }
 
 // Slots whose reduction is under way: their memory may be taken by whoever waits for it. What does not lie in the arena

@@ -137,6 +137,7 @@ void Scheduler::finalize() {
   former_memory_.clear();
   finalized_ = true;
   make_peer_memory();
+  make_inboxes();
   make_arena();
   log_summary();
   warn_of_poor_units();

@@ -28,7 +28,7 @@ StageChannels::StageChannels(const DeviceMesh& mesh, int axis)
   if (stages_ == 1) return;
   const auto ranks = ranks_on_axis(mesh, axis);
   const int before = (stage_ + stages_ - 1) % stages_;
-  // Link l joins stage l and the next one. Every rank makes its two in ascending order, so nobody waits in a circle.
+  // Link l joins stage l and the next one.
   for (const int link : {std::min(before, stage_), std::max(before, stage_)}) {
     const int from = ranks[static_cast<std::size_t>(link)], to = ranks[static_cast<std::size_t>((link + 1) % stages_)];
     const bool here_begins = link == stage_;
@@ -58,6 +58,8 @@ StageChannels::~StageChannels() {
       }
     }
   }
+  // The end of a group between GPUs waits for its other ranks, as its making does.
+  for (End* end : ends_in_order()) end->communicator = {};
 }
 
 void StageChannels::send(Way way, const at::Tensor& tensor, const Event& ready) {
@@ -117,14 +119,19 @@ void StageChannels::reset() {
       end.passing.clear();
     }
   }
-  // In the order of the links, as they were made.
+  for (End* end : ends_in_order()) end->communicator.reset();
+}
+
+std::vector<StageChannels::End*> StageChannels::ends_in_order() {
+  std::vector<End*> ends;
+  if (stages_ == 1) return ends;
   const int before = (stage_ + stages_ - 1) % stages_;
-  if (stages_ == 1) return;
   for (const int link : {std::min(before, stage_), std::max(before, stage_)}) {
     const bool here_begins = link == stage_;
     for (const Way way : {Way::activations, Way::gradients})
-      (here_begins == (way == Way::activations) ? out(way) : in(way)).communicator.reset();
+      ends.push_back(here_begins == (way == Way::activations) ? &out(way) : &in(way));
   }
+  return ends;
 }
 
 }  // namespace fsdp::pipeline

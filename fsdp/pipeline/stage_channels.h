@@ -64,6 +64,8 @@ class StageChannels {
   StageChannels(const DeviceMesh& mesh, int axis);
   [[nodiscard]] End& out(Way way) { return out_[static_cast<std::size_t>(way)]; }
   [[nodiscard]] End& in(Way way) { return in_[static_cast<std::size_t>(way)]; }
+  // This stage's ends: in ascending order of the links, so that nobody waits in a circle where both ends must come.
+  [[nodiscard]] std::vector<End*> ends_in_order();
 
   const DeviceMesh mesh_;
   const int axis_, stages_, stage_;

@@ -23,14 +23,28 @@ struct ScaledSum {
   bool overwrite = false;
 };
 
-// destination[i] = source[i] + source[count + i] + ... over all parts, from the first on, in fp32, rounded once. What
-// is -0 in all parts stays so; no other sum becomes -0. Not of Double.
+// destination (+)= (the sum of all parts, from the first on, in fp32, rounded to `dtype`) / divisor. What is -0 in all
+// parts stays so unless something is added to it; no other sum becomes -0. Not of Double.
 struct SumOfParts {
-  void* destination = nullptr;  // may be one of the parts
-  const void* source = nullptr;
-  c10::ScalarType dtype = c10::kFloat;
-  std::int64_t count = 0;  // elements a part
-  int parts = 1;
+  void* destination = nullptr;  // may be `own`
+  c10::ScalarType destination_dtype = c10::kFloat;
+  const void* own = nullptr;            // this rank's part
+  const void* others = nullptr;         // the other parts, packed in order
+  c10::ScalarType dtype = c10::kFloat;  // of the parts
+  std::int64_t count = 0;               // elements a part
+  int parts = 1, own_part = 0;          // how many, and which of them `own` is
+  double divisor = 1;
+  bool overwrite = true;
+};
+
+// A meeting of the ranks of one host on their streams, by a kernel: for graphs, where a stream's own waits for a value
+// would keep the value of the recording.
+struct Meeting {
+  static constexpr int kMost = 32;        // ranks
+  std::uint32_t* count = nullptr;         // meetings so far, of this rank
+  std::uint32_t* own_flags = nullptr;     // [rank] written by that rank
+  std::uint32_t* peer_flags[kMost] = {};  // [rank] where this rank writes to that one
+  int rank = 0, size = 1;
 };
 
 // One piece of work on a buffer of gradients that is being packed.
@@ -88,6 +102,7 @@ class Kernels {
   virtual ~Kernels() = default;
   virtual void scaled_sum(const ScaledSum& arguments) = 0;
   virtual void sum_of_parts(const SumOfParts& arguments) = 0;
+  virtual void meet(const Meeting& arguments) = 0;  // what was on the stream before is visible to those who were there
   // All entries write to memory of `dtype`; they do not overlap.
   virtual void pack(std::span<const PackEntry> entries, c10::ScalarType dtype) = 0;
   virtual void adamw(std::span<const AdamWPiece> pieces, const AdamWStep& step) = 0;

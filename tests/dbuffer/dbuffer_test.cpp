@@ -339,7 +339,7 @@ TEST(ReduceInPlace, LeavesTheSumOverThePartialAxesInTheReturnedRange) {
           // A value of (rank, coordinate); replicas on axes that are not summed may differ, so mistaken partners show.
           const auto value = [](int rank, std::int64_t i) { return weight(i) + static_cast<float>(1000 * (rank + 1)); };
           fill(buffer, [&](std::int64_t i) { return value(me, i); });
-          const ElementRange range = reduce_in_place(buffer, to, place.stream, "reduce");
+          const ElementRange range = reduce_in_place(buffer, to, place.stream, "reduce").range;
           place.stream.synchronize();
           EXPECT_EQ(range, place.layout->shard(to, place.mesh->sizes(), place.mesh->coordinates()));
           const auto sum = [&](std::int64_t i) {

@@ -116,6 +116,10 @@ class SlowGroup final : public CommunicatorBackend {
                                                              std::string& why) override {
     return inner_->make_peer_memory(parts, why);
   }
+  [[nodiscard]] std::unique_ptr<PeerInbox> make_inbox(Bytes largest_share, Kernels& kernels,
+                                                      std::string& why) override {
+    return inner_->make_inbox(largest_share, kernels, why);
+  }
 
  private:
   std::shared_ptr<CommunicatorBackend> inner_;

@@ -72,10 +72,39 @@ TEST(GpuKernels, SumOfPartsEqualsTheHostsReduction) {
         reduce_on_cpu(pointers, expected.mutable_data_ptr(), count, dtype, ReduceOp::sum);
         const at::Tensor source = at::cat(inputs).to(kGpu);
         at::Tensor got = at::zeros({count}, at::TensorOptions().dtype(dtype).device(kGpu));
-        kernels().sum_of_parts({got.mutable_data_ptr(), source.const_data_ptr(), dtype, count, parts});
-        const at::Tensor back = got.to(at::kCPU);
-        ASSERT_EQ(std::memcmp(back.const_data_ptr(), expected.const_data_ptr(), back.nbytes()), 0)
-            << parts << " parts of " << count << " " << c10::toString(dtype);
+        for (const int own : {0, parts / 2, parts - 1}) {
+          const at::Tensor others = at::cat({source.slice(0, 0, own * count), source.slice(0, (own + 1) * count)});
+          const at::Tensor part = source.slice(0, own * count, (own + 1) * count).clone();
+          SumOfParts sum{.destination = got.mutable_data_ptr(),
+                         .destination_dtype = dtype,
+                         .own = part.const_data_ptr(),
+                         .others = others.const_data_ptr(),
+                         .dtype = dtype,
+                         .count = count,
+                         .parts = parts,
+                         .own_part = own};
+          kernels().sum_of_parts(sum);
+          const at::Tensor back = got.to(at::kCPU);
+          ASSERT_EQ(std::memcmp(back.const_data_ptr(), expected.const_data_ptr(), back.nbytes()), 0)
+              << own << " of " << parts << " parts of " << count << " " << c10::toString(dtype);
+          // Added to a main gradient: as a scaled sum of the rounded sum would.
+          for (const bool overwrite : {true, false}) {
+            const at::Tensor before = with_edges(count, c10::kFloat, 99).to(kGpu);
+            at::Tensor one_pass = before.clone(), two_passes = before.clone();
+            kernels().scaled_sum({two_passes.mutable_data_ptr(), c10::kFloat, got.const_data_ptr(), dtype, count,
+                                  /*divisor=*/3, overwrite});
+            sum.destination = one_pass.mutable_data_ptr();
+            sum.destination_dtype = c10::kFloat;
+            sum.divisor = 3;
+            sum.overwrite = overwrite;
+            kernels().sum_of_parts(sum);
+            sum.destination = got.mutable_data_ptr();
+            ASSERT_EQ(std::memcmp(one_pass.cpu().const_data_ptr(), two_passes.cpu().const_data_ptr(),
+                                  static_cast<std::size_t>(count) * 4),
+                      0)
+                << own << " of " << parts << " parts of " << count << " " << c10::toString(dtype);
+          }
+        }
       }
     }
   }

@@ -10,6 +10,7 @@
 
 #include "fsdp/comm/loopback/link_timer.h"
 #include "fsdp/runtime/cuda/cuda_check.h"
+#include "fsdp/runtime/cuda/is_recorded.h"
 #include "fsdp/runtime/kernels.h"
 
 namespace fsdp {
@@ -132,9 +133,7 @@ class LoopbackGroup final : public CommunicatorBackend {
 
   void copy_all(cudaStream_t stream) {
     if (copies_.empty()) return;
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    FSDP_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-    if (stream == nullptr || status != cudaStreamCaptureStatusNone) {  // where batches are refused
+    if (stream == nullptr || is_recorded(stream)) {  // where batches are refused
       for (const Copy& copy : copies_)
         FSDP_CUDA_CHECK(cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDeviceToDevice, stream));
       return;

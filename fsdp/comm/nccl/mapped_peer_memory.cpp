@@ -1,7 +1,6 @@
 #include "fsdp/comm/nccl/mapped_peer_memory.h"
 
 #include <c10/cuda/CUDAStream.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <utility>
@@ -11,39 +10,18 @@
 
 namespace fsdp {
 
-std::shared_ptr<MappedPeerMemory> MappedPeerMemory::create(const std::vector<PeerPart>& parts,
-                                                           const PeerMemoryOptions& options, std::string& why) {
+std::shared_ptr<MappedPeerMemory> MappedPeerMemory::create(const std::vector<PeerPart>& parts, const PeerGroup& group,
+                                                           std::string& why) {
   auto memory = std::make_shared<MappedPeerMemory>();
-  memory->rank_ = options.rank;
-  memory->size_ = options.size;
-  // Every stage ends with an agreement, so that no rank waits for one that has failed.
-  const auto stage = [&](const std::function<void()>& work) {
-    bool good = true;
-    try {
-      work();
-    } catch (const std::exception& error) {
-      why = error.what();
-      good = false;
-    }
-    return options.all_agree(good);
-  };
-  std::vector<int> own;
-  std::vector<std::vector<int>> descriptors;
-  bool good = stage([&] {
+  memory->rank_ = group.rank;
+  memory->size_ = group.size;
+  std::vector<std::shared_ptr<MemoryPiece>> own;
+  bool good = all_manage(group, why, [&] {
     memory->make_own(parts);
-    for (const Part& part : memory->parts_) own.push_back(part.own->export_descriptor());
+    for (const Part& part : memory->parts_) own.push_back(part.own);
   });
-  good = good && stage([&] {
-           descriptors = exchange_descriptors(own, options.rank, options.size, options.all_gather, options.deadline);
-         });
-  for (int descriptor : own) close(descriptor);
-  good = good && stage([&] { memory->map_peers(descriptors); });
-  for (const auto& some : descriptors) {
-    for (int descriptor : some) {
-      if (descriptor >= 0) close(descriptor);  // not mapped, for others failed
-    }
-  }
-  good = good && stage([&] { memory->touch_peers(); });
+  good = good && map_pieces(own, group, memory->peers_, why);
+  good = good && all_manage(group, why, [&] { memory->touch_peers(); });
   return good ? memory : nullptr;
 }
 
@@ -80,15 +58,6 @@ void MappedPeerMemory::make_own(const std::vector<PeerPart>& parts) {
   }
 }
 
-void MappedPeerMemory::map_peers(std::vector<std::vector<int>>& descriptors) {
-  for (auto& part : parts_) part.peers.resize(static_cast<std::size_t>(size_));
-  for (std::size_t rank = 0; rank < descriptors.size(); ++rank) {
-    for (std::size_t i = 0; i < descriptors[rank].size(); ++i)
-      parts_[i].peers[rank] = std::make_unique<MappedRange>(
-          std::vector{MemoryPiece::import(std::exchange(descriptors[rank][i], -1), Bytes(parts_[i].share))});
-  }
-}
-
 // The first copy from a device sets up more.
 void MappedPeerMemory::touch_peers() const {
   const cudaStream_t stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/true).stream();
@@ -115,11 +84,12 @@ void MappedPeerMemory::release(void* whole) {
 }
 
 void MappedPeerMemory::read_peers(void* whole, cudaStream_t stream) const {
-  const Part& part = parts_[static_cast<std::size_t>(wholes_.at(whole).first)];
+  const auto index = static_cast<std::size_t>(wholes_.at(whole).first);
+  const Part& part = parts_[index];
   for (int step = 1; step < size_; ++step) {  // not all from the same one at once
     const int peer = (rank_ + step) % size_;
     FSDP_CUDA_CHECK(cudaMemcpyAsync(static_cast<std::byte*>(whole) + peer * part.share,
-                                    part.peers[static_cast<std::size_t>(peer)]->data(),
+                                    peers_[static_cast<std::size_t>(peer)][index]->data(),
                                     static_cast<std::size_t>(part.share), cudaMemcpyDeviceToDevice, stream));
   }
 }

@@ -3,29 +3,20 @@
 
 #include <cuda_runtime_api.h>
 
-#include <chrono>
-#include <functional>
 #include <map>
 #include <memory>
 #include <vector>
 
-#include "fsdp/comm/nccl/descriptor_exchange.h"
 #include "fsdp/comm/nccl/mapped_memory.h"
+#include "fsdp/comm/nccl/peer_mapping.h"
 #include "fsdp/comm/peer_memory.h"
 
 namespace fsdp {
 
-struct PeerMemoryOptions {
-  int rank = 0, size = 1;
-  HostAllGather all_gather;
-  std::function<bool(bool good)> all_agree;  // whether `good` holds on all ranks
-  std::chrono::milliseconds deadline{};
-};
-
 class MappedPeerMemory final : public PeerMemory {
  public:
   // Collective, blocks the host. Null when some rank could not; `why` says why where this one could not.
-  static std::shared_ptr<MappedPeerMemory> create(const std::vector<PeerPart>& parts, const PeerMemoryOptions& options,
+  static std::shared_ptr<MappedPeerMemory> create(const std::vector<PeerPart>& parts, const PeerGroup& group,
                                                   std::string& why);
 
   [[nodiscard]] void* share(int part) const override;
@@ -48,15 +39,14 @@ class MappedPeerMemory final : public PeerMemory {
     std::shared_ptr<MemoryPiece> own;
     std::unique_ptr<MappedRange> resting;
     std::vector<std::unique_ptr<MappedRange>> wholes;  // [place]
-    std::vector<std::unique_ptr<MappedRange>> peers;   // [rank]; null: this one
   };
 
   void make_own(const std::vector<PeerPart>& parts);
-  void map_peers(std::vector<std::vector<int>>& descriptors);  // takes those it has mapped
   void touch_peers() const;
 
   int rank_ = 0, size_ = 1;
   std::vector<Part> parts_;
+  PeerRanges peers_;                                   // [rank][part]
   std::map<std::int64_t, std::vector<Place>> places_;  // by share
   std::map<const void*, std::pair<int, int>> wholes_;  // address -> part, place
   Bytes places_size_;

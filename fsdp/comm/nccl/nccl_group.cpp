@@ -8,10 +8,12 @@
 #include <thread>
 
 #include "fsdp/comm/loopback/loopback_group.h"
+#include "fsdp/comm/nccl/mapped_inbox.h"
 #include "fsdp/comm/nccl/mapped_peer_memory.h"
 #include "fsdp/comm/nccl/nccl_module.h"
 #include "fsdp/comm/nccl/watchdog.h"
 #include "fsdp/runtime/cuda/cuda_check.h"
+#include "fsdp/runtime/cuda/is_recorded.h"
 #include "fsdp/runtime/cuda_module.h"
 #include "fsdp/runtime/kernels.h"
 
@@ -77,7 +79,6 @@ class NcclGroup final : public CommunicatorBackend {
     if (std::uncaught_exceptions() > 0) return;  // peers may be gone: destroying would wait for them
     const auto watched = watch_->host_call("the end of a group (ncclCommDestroy)");
     cudaFree(scratch_);
-    forget_copies();
     while (!memories_.empty()) deregister_symmetric(memories_.back().base);
     for (ncclComm_t communicator : {communicator_, small_}) {
       if (communicator == nullptr) continue;
@@ -102,7 +103,6 @@ class NcclGroup final : public CommunicatorBackend {
   void set_check(bool check) override { check_ = check; }
   [[nodiscard]] std::string path() const override {
     if (memories_.empty()) return "ring";
-    if (copies_.communicator != nullptr) return "all-to-all by copy engine and a local sum in fp32";
     if (options_.use == GroupUse::gather)
       return fmt::format("copy engine from {} MiB, symmetric kernel below", options_.copy_engine_from.value() >> 20);
     return fmt::format("symmetric kernel of {} blocks", options_.ctas);
@@ -139,7 +139,6 @@ class NcclGroup final : public CommunicatorBackend {
   }
 
   void deregister_symmetric(void* base) override {
-    forget_copies();
     std::erase_if(memories_, [&](const Registered& memory) {
       if (memory.base != base) return false;
       for (const auto& [communicator, window] : memory.windows) ncclCommWindowDeregister(communicator, window);
@@ -147,29 +146,22 @@ class NcclGroup final : public CommunicatorBackend {
     });
   }
 
-  [[nodiscard]] bool reduce_by_copies(Bytes largest, Kernels& kernels) override;
-
   [[nodiscard]] Bytes peer_granularity() const override {
     return options_.same_host && options_.use == GroupUse::gather ? piece_granularity() : Bytes(0);
   }
   [[nodiscard]] std::shared_ptr<PeerMemory> make_peer_memory(const std::vector<PeerPart>& parts,
                                                              std::string& why) override {
     const auto watched = watch_->host_call("the sharing of memory between processes");
-    const auto all_gather = [this](const void* send, void* receive, std::size_t bytes) {
-      Collective message;
-      message.kind = trace::Kind::all_gather;
-      message.dtype = c10::kByte;
-      message.send = send;
-      message.receive = receive;
-      message.count = static_cast<std::int64_t>(bytes);
-      message.label = "FSDP:sharing of memory";
-      options_.host->execute(message);
-    };
-    auto memory = MappedPeerMemory::create(
-        parts, {rank_, size(), all_gather, [this](bool good) { return all_agree(good); }, options_.deadline}, why);
+    auto memory = MappedPeerMemory::create(parts, peer_group(), why);
     std::erase_if(peers_, [](const auto& known) { return known.expired(); });
     if (memory) peers_.push_back(memory);
     return memory;
+  }
+  [[nodiscard]] std::unique_ptr<PeerInbox> make_inbox(Bytes largest_share, Kernels& kernels,
+                                                      std::string& why) override {
+    if (!options_.same_host || options_.use != GroupUse::reduce || size() > Meeting::kMost) return nullptr;
+    const auto watched = watch_->host_call("the sharing of memory between processes");
+    return MappedInbox::create(largest_share, kernels, peer_group(), why);
   }
 
   [[nodiscard]] std::string library_error() const {
@@ -181,23 +173,6 @@ class NcclGroup final : public CommunicatorBackend {
   }
 
  private:
-  // Reductions made of copies: their communicator, and where the parts of all ranks come together.
-  struct Copies {
-    ncclComm_t communicator = nullptr;
-    Kernels* kernels = nullptr;
-    c10::DataPtr parts;
-    Bytes size;
-    std::vector<ncclWindow_t> windows;
-  };
-
-  void forget_copies() {
-    if (copies_.communicator == nullptr) return;
-    for (ncclWindow_t window : copies_.windows) ncclCommWindowDeregister(copies_.communicator, window);
-    ncclCommFinalize(copies_.communicator);
-    ncclCommDestroy(copies_.communicator);
-    copies_ = {};
-  }
-
   struct Registered {
     std::byte* base;
     std::int64_t size;
@@ -205,6 +180,20 @@ class NcclGroup final : public CommunicatorBackend {
   };
 
   [[nodiscard]] int size() const { return static_cast<int>(options_.members.size()); }
+
+  [[nodiscard]] PeerGroup peer_group() {
+    const auto all_gather = [this](const void* send, void* receive, std::size_t bytes) {
+      Collective message;
+      message.kind = trace::Kind::all_gather;
+      message.dtype = c10::kByte;
+      message.send = send;
+      message.receive = receive;
+      message.count = static_cast<std::int64_t>(bytes);
+      message.label = "FSDP:sharing of memory";
+      options_.host->execute(message);
+    };
+    return {rank_, size(), all_gather, [this](bool good) { return all_agree(good); }, options_.deadline};
+  }
 
   // A message of the same label and count between the hosts fails with both names when ranks run different operations.
   void compare(const Collective& operation) {
@@ -252,10 +241,8 @@ class NcclGroup final : public CommunicatorBackend {
         break;
       }
       case trace::Kind::reduce_scatter:
-        if (reduces_by_copies(c, stream)) {
-          FSDP_NCCL_CHECK(ncclAlltoAll(c.send, copies_.parts.get(), count, type, copies_.communicator, stream),
-                          describe(c));
-          copies_.kernels->sum_of_parts({c.receive, copies_.parts.get(), c.dtype, c.count, size()});
+        if (c.inbox != nullptr) {
+          static_cast<MappedInbox*>(c.inbox)->reduce(c, stream);
           break;
         }
         FSDP_NCCL_CHECK(ncclReduceScatter(c.send, c.receive, count, type, op, communicator_, stream), describe(c));
@@ -307,19 +294,6 @@ class NcclGroup final : public CommunicatorBackend {
     FSDP_NCCL_CHECK(ncclGroupEnd(), describe(c));
   }
 
-  [[nodiscard]] static bool is_recorded(cudaStream_t stream) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    FSDP_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-    return status != cudaStreamCaptureStatusNone;
-  }
-
-  [[nodiscard]] bool reduces_by_copies(const Collective& c, cudaStream_t stream) const {
-    const std::int64_t bytes = c.count * size() * static_cast<std::int64_t>(c10::elementSize(c.dtype));
-    const bool can_sum = c.dtype == c10::kFloat || c.dtype == c10::kBFloat16 || c.dtype == c10::kHalf;
-    return copies_.communicator != nullptr && can_sum && c.reduce == ReduceOp::sum && Bytes(bytes) <= copies_.size &&
-           registered(c.send) && !is_recorded(stream);
-  }
-
   [[nodiscard]] bool registered(const void* address) const {
     const auto* at = static_cast<const std::byte*>(address);
     return std::any_of(memories_.begin(), memories_.end(),
@@ -361,7 +335,6 @@ class NcclGroup final : public CommunicatorBackend {
   const int rank_;
   const GroupOptions options_;
   std::vector<Registered> memories_;
-  Copies copies_;
   std::vector<std::weak_ptr<MappedPeerMemory>> peers_;  // one a context
   std::shared_ptr<Watch> watch_;
   void* scratch_ = nullptr;
@@ -393,9 +366,6 @@ class NcclParent final : public Parent, public std::enable_shared_from_this<Nccl
     } catch (const std::exception&) {  // a peer is gone; the process keeps what NCCL holds
     }
   }
-
-  // One more communicator of the same ranks, for copies between the devices. Collective.
-  ncclComm_t make_copier(const GroupOptions& options) { return make_child(options, NCCL_CTA_POLICY_ZERO); }
 
   std::shared_ptr<CommunicatorBackend> split(const GroupOptions& options) override {
     const bool symmetric = options.why_no_symmetric_memory.empty();
@@ -484,36 +454,6 @@ class NcclParent final : public Parent, public std::enable_shared_from_this<Nccl
   const ParentOptions options_;
   ncclComm_t communicator_ = nullptr;
 };
-
-bool NcclGroup::reduce_by_copies(Bytes largest, Kernels& kernels) {
-  forget_copies();
-  if (largest == Bytes(0) || memories_.empty()) return false;
-  const auto watched = watch_->host_call("the making of a communicator for copies");
-  copies_.communicator = parent_->make_copier(options_);
-  copies_.kernels = &kernels;
-  copies_.size = largest;
-  copies_.parts = allocate_symmetric(largest);
-  bool good = all_agree(copies_.parts.get() != nullptr);
-  const auto add_window = [&](void* base, std::int64_t bytes) {
-    ncclWindow_t window = nullptr;
-    std::unique_lock lock(calls());
-    const ncclResult_t code = ncclCommWindowRegister(copies_.communicator, base, static_cast<std::size_t>(bytes),
-                                                     &window, NCCL_WIN_COLL_SYMMETRIC);
-    lock.unlock();
-    if (code == ncclSuccess && window != nullptr) copies_.windows.push_back(window);
-    return all_agree(code == ncclSuccess && window != nullptr);
-  };
-  for (const Registered& memory : memories_) good = good && add_window(memory.base, memory.size);
-  good = good && add_window(copies_.parts.get(), largest.value());
-  if (good) {  // the first use of each path sets up more, on all ranks together
-    const cudaStream_t stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/true).stream();
-    FSDP_NCCL_CHECK(
-        ncclAlltoAll(memories_.front().base, copies_.parts.get(), 2048, ncclBfloat16, copies_.communicator, stream),
-        "warm-up");
-    FSDP_CUDA_CHECK(cudaStreamSynchronize(stream));
-  }
-  return good;
-}
 
 UniqueId make_id() {
   ncclUniqueId id;

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "fsdp/runtime/cuda/cuda_check.h"
+#include "fsdp/runtime/cuda/is_recorded.h"
 
 namespace fsdp::nccl {
 namespace {
@@ -67,9 +68,7 @@ Watch::~Watch() {
 }
 
 void Watch::enqueued(const Collective& operation, cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  FSDP_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-  if (status != cudaStreamCaptureStatusNone) return;
+  if (is_recorded(stream)) return;
   std::lock_guard lock(mutex_);
   while (!entries_.empty() && cudaEventQuery(entries_.front().event) == cudaSuccess) {  // usually all but the latest
     last_ended_ = entries_.front().sequence;

@@ -96,6 +96,7 @@ class CudaKernels final : public Kernels {
     scaled_sum_ = find("fsdp_scaled_sum");
     scaled_sum_double_ = find("fsdp_scaled_sum_double");
     sum_of_parts_ = find("fsdp_sum_of_parts");
+    meet_ = find("fsdp_meet");
     pack_ = find("fsdp_pack");
     adamw_ = find("fsdp_adamw");
     adamw_count_ = find("fsdp_adamw_count");
@@ -128,12 +129,20 @@ class CudaKernels final : public Kernels {
 
   void sum_of_parts(const SumOfParts& a) override {
     if (a.count == 0) return;
-    void* destination = a.destination;
-    const void* source = a.source;
-    int dtype = code(a.dtype), parts = a.parts;
-    std::int64_t count = a.count;
-    void* arguments[] = {&destination, &source, &dtype, &count, &parts};
-    launch(sum_of_parts_, dim3(blocks(count, kElements)), arguments);
+    SumOfParts s = a;
+    int destination_dtype = code(a.destination_dtype), dtype = code(a.dtype), overwrite = a.overwrite;
+    float divisor = static_cast<float>(a.divisor);
+    void* arguments[] = {&s.destination, &destination_dtype, &s.own,      &s.others, &dtype,
+                         &s.count,       &s.parts,           &s.own_part, &divisor,  &overwrite};
+    launch(sum_of_parts_, dim3(blocks(s.count, kElements)), arguments);
+  }
+
+  void meet(const Meeting& meeting) override {
+    FSDP_INVARIANT(meeting.size <= Meeting::kMost);
+    Meeting m = meeting;
+    void* arguments[] = {&m};
+    FSDP_CUDA_CHECK(cudaLaunchKernel(meet_, dim3(1), dim3(Meeting::kMost), arguments, 0,
+                                     c10::cuda::getCurrentCUDAStream().stream()));
   }
 
   void pack(std::span<const PackEntry> entries, c10::ScalarType dtype) override {
@@ -243,7 +252,7 @@ class CudaKernels final : public Kernels {
     launch(scaled_sum_, dim3(1), sum);
     sum[5] = &wide_one;
     launch(scaled_sum_double_, dim3(1), sum);
-    void* parts[] = {&nothing, &nothing, &dtype, &count, &dtype};
+    void* parts[] = {&nothing, &dtype, &nothing, &nothing, &dtype, &count, &dtype, &dtype, &one, &dtype};
     launch(sum_of_parts_, dim3(1), parts);
     DevicePackArguments entries{};
     entries.entry[0].action = static_cast<int>(PackEntry::Action::clear);
@@ -265,6 +274,7 @@ class CudaKernels final : public Kernels {
     void* entropy[] = {&nothing, &dtype, &count, &no_targets, &none, &none};
     launch(entropy_forward_, dim3(1), entropy);
     launch(entropy_backward_, dim3(1), entropy);
+    meet({.count = static_cast<std::uint32_t*>(row)});  // of one rank
     FSDP_CUDA_CHECK(cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream().stream()));
     FSDP_CUDA_CHECK(cudaFree(row));
     void* spin[] = {&count};
@@ -287,8 +297,8 @@ class CudaKernels final : public Kernels {
   std::vector<char> binary_;
   cudaLibrary_t library_ = nullptr;
   int multiprocessors_ = 1, shared_memory_ = 0;
-  const void *scaled_sum_, *scaled_sum_double_, *sum_of_parts_, *pack_, *adamw_, *adamw_count_, *entropy_forward_,
-      *entropy_backward_, *spin_;
+  const void *scaled_sum_, *scaled_sum_double_, *sum_of_parts_, *meet_, *pack_, *adamw_, *adamw_count_,
+      *entropy_forward_, *entropy_backward_, *spin_;
 };
 
 }  // namespace

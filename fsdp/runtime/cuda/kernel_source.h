@@ -101,28 +101,66 @@ extern "C" __global__ void fsdp_scaled_sum(void* d, int dd, const void* s, int s
   }
 }
 
-extern "C" __global__ void fsdp_sum_of_parts(void* d, const void* s, int dtype, i64 n, int parts) {
+// The value that storing as `dtype` and loading again would give.
+__device__ inline float rounded(float v, int dtype) {
+  if (dtype == 0) return v;
+  bool mark = is_mark(v);
+  return dtype == 1 ? from_bf16(clean16(to_bf16(v), mark)) : from_half(clean16(to_half(v), mark));
+}
+
+extern "C" __global__ void fsdp_sum_of_parts(void* d, int dd, const void* own, const void* others, int dtype, i64 n, int parts,
+                                             int own_part, float divisor, int overwrite) {
   i64 stride = (i64)gridDim.x * blockDim.x * 8;
-  bool fast = aligned8(d) && aligned8(s) && n % 8 == 0;
+  bool fast = aligned8(d) && aligned8(own) && aligned8(others) && n % 8 == 0;
   for (i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 8; i < n; i += stride) {
     if (fast) {
       float a[8], b[8];
-      load8(s, dtype, i, a);
+      if (own_part == 0) load8(own, dtype, i, a);
+      else load8(others, dtype, i, a);
       for (int p = 1; p < parts; ++p) {
-        load8(s, dtype, p * n + i, b);
+        if (p == own_part) load8(own, dtype, i, b);
+        else load8(others, dtype, (p < own_part ? p : p - 1) * n + i, b);
         for (int k = 0; k < 8; ++k) a[k] += b[k];
       }
+      if (!overwrite) load8(d, dd, i, b);
       u32 marks = 0;
-      for (int k = 0; k < 8; ++k) marks |= (is_mark(a[k]) ? 1u : 0u) << k;
-      store8(d, dtype, i, a, marks);
+      for (int k = 0; k < 8; ++k) {
+        float v = rounded(a[k], dtype);
+        if (is_mark(v) && (overwrite || is_mark(b[k]))) marks |= 1u << k;
+        if (divisor != 1.0f) v = v / divisor;
+        a[k] = overwrite ? v : b[k] + v;
+      }
+      store8(d, dd, i, a, marks);
     } else {
       for (i64 j = i; j < n && j < i + 8; ++j) {
-        float a = load1(s, dtype, j);
-        for (int p = 1; p < parts; ++p) a += load1(s, dtype, p * n + j);
-        store1(d, dtype, j, a, is_mark(a));
+        float a = own_part == 0 ? load1(own, dtype, j) : load1(others, dtype, j);
+        for (int p = 1; p < parts; ++p)
+          a += p == own_part ? load1(own, dtype, j) : load1(others, dtype, (p < own_part ? p : p - 1) * n + j);
+        float v = rounded(a, dtype), b = overwrite ? 0.0f : load1(d, dd, j);
+        bool mark = is_mark(v) && (overwrite || is_mark(b));
+        if (divisor != 1.0f) v = v / divisor;
+        store1(d, dd, j, overwrite ? v : b + v, mark);
       }
     }
   }
+}
+
+struct Meeting { u32* count; u32* own_flags; u32* peer_flags[32]; int rank; int size; };
+
+// One block of a thread a rank. What others wrote before they came is read after it: their writes, a fence of the
+// system, their flag.
+extern "C" __global__ void fsdp_meet(const __grid_constant__ Meeting m) {
+  __shared__ u32 number;
+  int peer = threadIdx.x;
+  if (peer == 0) number = ++*m.count;
+  __syncthreads();
+  if (peer >= m.size || peer == m.rank) return;
+  __threadfence_system();
+  asm volatile("st.release.sys.u32 [%0], %1;" :: "l"(m.peer_flags[peer] + m.rank), "r"(number) : "memory");
+  u32 seen;
+  do {
+    asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(seen) : "l"(m.own_flags + peer) : "memory");
+  } while ((int)(seen - number) < 0);
 }
 
 __device__ inline double load_double(const void* p, int dtype, i64 i) {
