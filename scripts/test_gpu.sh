@@ -100,6 +100,9 @@ fi
 several=$build/tests/gpu_ranks_test
 start run "$ranks ranks" timeout 400 "$several" "$ranks" --gtest_filter="$filter"
 start run "$ranks ranks, all gathers by reads of the peers" env FSDP_READ_PEERS_FROM_MIB=0 timeout 400 "$several" "$ranks" --gtest_filter="$filter"
+if [ "$gpus" -lt 4 ]; then  # meshes of two axes, and sums of more than two
+  start run "4 ranks that share GPUs, reads of the peers" env FSDP_SHARE_GPU=1 FSDP_READ_PEERS_FROM_MIB=0 timeout 400 "$several" 4 --gtest_filter="$filter"
+fi
 if [ "$gpus" -gt 1 ]; then
   start run "$ranks ranks, all gathers by copy engine" env FSDP_COPY_ENGINE_FROM_MIB=0 timeout 400 "$several" "$ranks" --gtest_filter="$filter"
 fi

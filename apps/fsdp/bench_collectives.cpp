@@ -60,7 +60,8 @@ class Bench {
     if (granularity == Bytes(0)) return false;
     if (share.value() * 2 % granularity.value() != 0) return true;  // not of this size
     std::string why;
-    const auto memory = gather_.backend()->make_peer_memory({{.share = Bytes(share.value() * 2)}}, why);
+    const auto memory =
+        gather_.backend()->make_peer_memory({{.share = Bytes(share.value() * 2)}}, *world_.runtime()->kernels(), why);
     const auto inbox = reduce_.backend()->make_inbox(Bytes(share.value() * 2), *world_.runtime()->kernels(), why);
     FSDP_CHECK(memory != nullptr && inbox != nullptr, CommunicationError, "memory could not be shared: {}", why);
     void* whole = memory->acquire(0);

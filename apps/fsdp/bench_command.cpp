@@ -21,6 +21,8 @@ void BenchCommand::add_to(CLI::App& app) {
   step_->add_option("--one-sided", step.one_sided, "With --nccl: gathers read the peers' shares, true or false");
   step_->add_option("--reducer", step.reducer, "With --nccl: copy_engine or kernel")
       ->check(CLI::IsMember({"copy_engine", "kernel"}));
+  step_->add_option("--keep-gib", step.keep_gib, "Units stay gathered until backward within so many GiB")
+      ->check(CLI::Range(0.0, 1000.0));
   step_->add_flag("--serve", step.serve, "Run the mode named on each line of the input");
 
   host_ = command_->add_subcommand("host", "Host time that sharding adds to a unit");

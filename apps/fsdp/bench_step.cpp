@@ -63,9 +63,9 @@ class TimedGroup final : public CommunicatorBackend {
     return inner_->make_inbox(largest_share, kernels, why);
   }
   [[nodiscard]] Bytes peer_granularity() const override { return inner_->peer_granularity(); }
-  [[nodiscard]] std::shared_ptr<PeerMemory> make_peer_memory(const std::vector<PeerPart>& parts,
+  [[nodiscard]] std::shared_ptr<PeerMemory> make_peer_memory(const std::vector<PeerPart>& parts, Kernels& kernels,
                                                              std::string& why) override {
-    return inner_->make_peer_memory(parts, why);
+    return inner_->make_peer_memory(parts, kernels, why);
   }
 
  private:
@@ -104,8 +104,13 @@ class StepMode final : public Mode {
       options.symmetric_memory = command.symmetric;
       options.one_sided_gathers = command.one_sided;
       if (command.reducer == "kernel") options.reducer = Reducer::kernel;
+      UnitOptions unit;
+      if (command.keep_gib > 0) {
+        unit.reshard = Reshard::by_budget;
+        options.keep_budget = Bytes(static_cast<std::int64_t>(command.keep_gib * (1 << 30)));
+      }
       context_ = FsdpContext::create(make_mesh(), options);
-      shard_bench_stack(*context_, model_, {});
+      shard_bench_stack(*context_, model_, unit);
     }
     if (name.starts_with("control")) add_copies(shape, command.ranks);
     input_ = bench_input(shape, device);
@@ -275,6 +280,7 @@ nlohmann::json description(const BenchStepCommand& command) {
           {"symmetric", command.symmetric},
           {"one_sided", command.one_sided},
           {"reducer", command.reducer},
+          {"keep_gib", command.keep_gib},
           {"late_first_prefetch", command.late},
           {"depth", command.depth}};
 }

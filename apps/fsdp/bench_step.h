@@ -18,7 +18,8 @@ struct BenchStepCommand {
   bool nccl = false;  // real ranks, one a GPU, started here; no loopback
   bool symmetric = true, one_sided = true;
   std::string reducer = "copy_engine";
-  bool serve = false;  // runs the mode named on each line of the input, as often as the number after it says
+  double keep_gib = 0;  // units stay gathered until backward while so much allows
+  bool serve = false;   // runs the mode named on each line of the input, as often as the number after it says
 };
 
 // Medians over the rounds.

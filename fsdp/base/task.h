@@ -10,7 +10,7 @@ namespace fsdp {
 
 class Task {
  public:
-  static constexpr std::size_t kCapacity = 144;  // bytes of captured state; larger captures do not compile
+  static constexpr std::size_t kCapacity = 152;  // bytes of captured state; larger captures do not compile
 
   Task() = default;
 

@@ -55,7 +55,7 @@ class CommunicatorBackend {
   // there is none, equal on all ranks.
   [[nodiscard]] virtual Bytes peer_granularity() const { return Bytes(0); }
   // Collective, blocks the host. Null when a rank could not; then `why` says what was in the way, where it was.
-  [[nodiscard]] virtual std::shared_ptr<PeerMemory> make_peer_memory(const std::vector<PeerPart>&,
+  [[nodiscard]] virtual std::shared_ptr<PeerMemory> make_peer_memory(const std::vector<PeerPart>&, Kernels&,
                                                                      std::string& /*why*/) {
     return nullptr;
   }

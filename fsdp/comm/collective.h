@@ -14,6 +14,8 @@
 
 namespace fsdp {
 
+class PeerMemory;
+
 enum class ReduceOp : std::uint8_t { sum, max };  // averages: sum, then divide; no backend's average is trusted
 
 // The part of a training run that an operation belongs to. Ranks that are in different parts must not mix their data.
@@ -38,6 +40,7 @@ struct Collective {
   Stamp stamp = {};
   const char* label = "";           // what it is for, such as "FSDP:layers.0:unshard"; lives as long as the process
                                     // (base/intern.h): other ranks read it
+  PeerMemory* peers = nullptr;      // barrier: of those who share it
   PeerInbox* inbox = nullptr;       // reduce_scatter by copies, through it; `receive` is unused, the sum goes to
   SumDestination destination = {};  // this
   // all_to_all_v: elements to and from each rank, packed in rank order. [rank]

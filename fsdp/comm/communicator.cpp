@@ -181,6 +181,10 @@ void Communicator::barrier(const Stream& stream, const char* label) const {
   launch({.kind = trace::Kind::barrier, .label = label}, 0, stream);
 }
 
+void Communicator::barrier(PeerMemory& memory, const Stream& stream, const char* label) const {
+  launch({.kind = trace::Kind::barrier, .label = label, .peers = &memory}, 0, stream);
+}
+
 void Communicator::reset() const {
   state_->backend->reset();
   state_->sequence = 0;

@@ -56,6 +56,9 @@ class Communicator {
   void receive(void* data, Elements count, c10::ScalarType dtype, Rank from, const Stream& stream,
                const char* label) const;
   void barrier(const Stream& stream, const char* label) const;
+  // Of the ranks that share `memory`, made by this group, always on the same stream: holds no multiprocessor while one
+  // is late.
+  void barrier(PeerMemory& memory, const Stream& stream, const char* label) const;
 
   void abort(const std::string& reason) const { state_->backend->abort(reason); }
   void reset() const;

@@ -2,9 +2,9 @@
 //
 // A gathered unit lies in a range of addresses of its own. This rank's share is mapped into it from where it rests, so
 // it is never copied; the others' shares come by copies between the devices into memory that units of the same size
-// take turns with. Reading takes no part of the peers: it waits for nobody and nobody waits for it. So ranks must agree
-// by other means when shares may be read and when they may be written again; whoever owns the memory sees to that
-// (module/peer_weights.cpp).
+// take turns with. Reading takes no part of the peers: it waits for nobody and nobody waits for it. So ranks must meet
+// (Communicator::barrier) before shares may be read and before they may be written again; whoever owns the memory sees
+// to that (module/peer_weights.cpp).
 //
 // Host thread of the rank only.
 #pragma once

@@ -9,10 +9,12 @@
 
 #include <cerrno>
 #include <chrono>
+#include <cstdint>
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -41,18 +43,25 @@ std::vector<std::string> own_arguments() {
   return arguments;
 }
 
-// Free now; somebody else could take it before rank 0 does, which then says so.
+// Free now. From below the range out of which the system serves connections, of which ranks that have just ended leave
+// many behind: only another server could take it before rank 0 does, which then says so.
 int free_port() {
-  const int handle = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  const bool good = handle >= 0 && bind(handle, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
-                    getsockname(handle, reinterpret_cast<sockaddr*>(&address), &length) == 0;
-  if (handle >= 0) close(handle);
-  FSDP_CHECK(good, Error, "no free port on this machine for the ranks to meet");
-  return ntohs(address.sin_port);
+  constexpr int kFirst = 15000, kLast = 32000, kTries = 100;
+  std::random_device source;
+  std::uniform_int_distribution<int> ports(kFirst, kLast);
+  for (int i = 0; i < kTries; ++i) {
+    const int port = ports(source);
+    const int handle = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(static_cast<std::uint16_t>(port));
+    address.sin_addr.s_addr = htonl(INADDR_ANY);
+    const bool good = handle >= 0 && bind(handle, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0;
+    if (handle >= 0) close(handle);
+    if (good) return port;
+  }
+  detail::fail<Error>("no free port on this machine for the ranks to meet: tried {} from {} to {}", kTries, kFirst,
+                      kLast);
 }
 
 pid_t start(int rank, int count, int port, std::vector<std::string>& arguments) {

@@ -140,7 +140,8 @@ void Scheduler::nested_backward_ended(int depth) {
 }
 
 bool Scheduler::keep_for_next_microbatch(const FsdpModule& unit) const {
-  return options_.keep_first && unit.index() == first_owner_ && !microbatch_.is_last;
+  const bool first = options_.keep_first && unit.index() == first_owner_;
+  return (first && !microbatch_.is_last) || stays_over_microbatches(unit);
 }
 
 // Weights stay: they may be needed for the gradients of inputs, frozen ones above all.

@@ -59,7 +59,13 @@ void Scheduler::start_forward(FsdpModule& unit) {
   recomputed_.clear();
 }
 
+// Frozen and kept: whether or not a backward comes.
+bool Scheduler::stays_over_microbatches(const FsdpModule& unit) const {
+  return unit.options().reshard == Reshard::never && unit.trainable_count_ == 0 && !microbatch_.is_last;
+}
+
 bool Scheduler::keep_after_forward(FsdpModule& unit, bool backward_expected) {
+  if (stays_over_microbatches(unit)) return true;
   if (!backward_expected) return false;
   if (unit.index() == last_owner_ && options_.keep_last) return true;
   switch (unit.options().reshard) {
@@ -89,6 +95,10 @@ void Scheduler::note_nodes(FsdpModule& unit, std::uint64_t begin) const {
 void Scheduler::post_forward(FsdpModule& unit, bool backward_expected, std::uint64_t first_node) {
   backward_expected_ |= backward_expected;
   if (at::GradMode::is_enabled() && backward_task() == -1) note_nodes(unit, first_node);
+  if (backward_task() == -1) {
+    if (std::exchange(unit.expectation_generation_, generation_) != generation_) unit.expects_backward_ = false;
+    unit.expects_backward_ |= backward_expected;
+  }
   --unit.forwards_left_;
   if (backward_task() != -1) {
     recomputed_.push_back(&unit);

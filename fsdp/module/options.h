@@ -36,7 +36,7 @@ struct MixedPrecisionPolicy {
 enum class Reshard : std::uint8_t {
   automatic,      // drop, except for roots, whose backward starts as their forward ends
   after_forward,  // drop
-  never,          // keep until backward
+  never,          // keep until backward; a unit without trainable parameters until the step's last microbatch
   by_budget,      // keep while ContextOptions::keep_budget allows
 };
 

@@ -62,7 +62,7 @@ void Scheduler::make_peer_memory() {
   for (const auto& [axis, readers] : by_axis) {
     std::string why;
     const Communicator& communicator = mesh_.communicator(axis, Use::gather);
-    auto memory = communicator.backend()->make_peer_memory(readers.parts, why);
+    auto memory = communicator.backend()->make_peer_memory(readers.parts, *runtime().kernels(), why);
     if (memory == nullptr) {
       log::write(log::Level::warning,
                  fmt::format("fsdp: rank {}: gathers do not read other ranks' memory{}{}", mesh_.world().rank().value(),
@@ -83,13 +83,14 @@ void Scheduler::publish_weights() {
       if (group->reads_peers()) group->refresh(epoch_, gather_stream_, unit->names_.unshard);
     }
   }
-  for (const Peers& peers : peers_) peers.communicator.barrier(gather_stream_, "FSDP:weights are written");
+  for (const Peers& peers : peers_)
+    peers.communicator.barrier(*peers.memory, gather_stream_, "FSDP:weights are written");
   published_epoch_ = epoch_;
 }
 
 void Scheduler::settle_reads() {
   if (!std::exchange(unsettled_reads_, false)) return;
-  for (const Peers& peers : peers_) peers.communicator.barrier(gather_stream_, "FSDP:weights were read");
+  for (const Peers& peers : peers_) peers.communicator.barrier(*peers.memory, gather_stream_, "FSDP:weights were read");
 }
 
 void Scheduler::join_reads() {

@@ -279,6 +279,8 @@ void Scheduler::prefetch_after(FsdpModule& unit, Phase phase) {
   for (int index : targets) {
     FsdpModule& target = *units_[index];
     if (current(target)) continue;
+    if (phase == Phase::backward && !target.expects_backward_ && options_.skipped_units == SkippedUnits::error)
+      continue;
     if (policy.budget && gathered_bytes_ + target.gathered_bytes_ > *policy.budget) break;
     issue_gather(target);
     if (options_.skipped_units == SkippedUnits::participate) {

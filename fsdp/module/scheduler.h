@@ -164,6 +164,7 @@ class Scheduler {
   [[nodiscard]] bool nested_units_reduced(const FsdpModule& unit) const;
   [[nodiscard]] bool encloses(const FsdpModule& outer, const FsdpModule& inner) const;
   void issue_reductions_in_order(bool at_end);
+  [[nodiscard]] bool stays_over_microbatches(const FsdpModule& unit) const;
   [[nodiscard]] bool keep_for_next_microbatch(const FsdpModule& unit) const;
   void end_of_microbatch();
   void begin_pass(Phase phase);

@@ -11,7 +11,7 @@ namespace fsdp {
 inline constexpr const char* kCudaModule = "libfsdp_cuda.so";
 inline constexpr const char* kCudaModuleNeeds = "the CUDA build of LibTorch and the nvidia packages that it names";
 inline constexpr const char* kCudaRuntimeSymbol = "fsdp_cuda_runtime";
-inline constexpr int kCudaModuleVersion = 2;
+inline constexpr int kCudaModuleVersion = 3;
 
 struct CudaRuntimeModule {
   int version = kCudaModuleVersion;

@@ -112,9 +112,9 @@ class SlowGroup final : public CommunicatorBackend {
   void abort(const std::string& reason) override { inner_->abort(reason); }
   void reset() override { inner_->reset(); }
   [[nodiscard]] Bytes peer_granularity() const override { return inner_->peer_granularity(); }
-  [[nodiscard]] std::shared_ptr<PeerMemory> make_peer_memory(const std::vector<PeerPart>& parts,
+  [[nodiscard]] std::shared_ptr<PeerMemory> make_peer_memory(const std::vector<PeerPart>& parts, Kernels& kernels,
                                                              std::string& why) override {
-    return inner_->make_peer_memory(parts, why);
+    return inner_->make_peer_memory(parts, kernels, why);
   }
   [[nodiscard]] std::unique_ptr<PeerInbox> make_inbox(Bytes largest_share, Kernels& kernels,
                                                       std::string& why) override {

@@ -96,8 +96,8 @@ struct Training {
   int microbatches = 2, steps = 3;
 };
 
-std::vector<at::Tensor> train_sharded(const Training& t) {
-  GpuRun run(world(), t.options, t.unit);
+std::vector<at::Tensor> train_sharded(const Training& t, const DeviceMesh& mesh) {
+  GpuRun run(world(), mesh, t.options, t.unit, 4, 64);
   Sgd optimizer(*run.context, {.learning_rate = 0.1, .momentum = 0.9});
   for (int step = 0; step < t.steps; ++step) {
     for (int micro = 0; micro < t.microbatches; ++micro) {
@@ -108,6 +108,10 @@ std::vector<at::Tensor> train_sharded(const Training& t) {
     optimizer.zero_grad();
   }
   return run.weights();
+}
+
+std::vector<at::Tensor> train_sharded(const Training& t) {
+  return train_sharded(t, DeviceMesh(world(), {{"dp", size()}}));
 }
 
 // Every rank's backwards in one process, added up in rank order.
@@ -166,6 +170,29 @@ TEST(GpuRanks, EqualTheUnshardedRun) {
         t.options.unify_communication_stream = delay == 1;
         t.options.late_first_prefetch = delay == 1;
         expect_equal(train_sharded(t), got, strategy.name + " under other policies");
+      }
+    }
+  }
+}
+
+// Every way to lay the ranks out as copies of shards, 2 x 2 among them.
+TEST(GpuRanks, HybridMeshesEqualTheUnshardedRun) {
+  Training t;
+  const auto expected = train_unsharded(t);
+  for (int copies = 1; copies <= size(); ++copies) {
+    if (size() % copies != 0) continue;
+    const DeviceMesh mesh(world(), {{"copies", copies}, {"dp", size() / copies}});
+    for (const auto& strategy : {hsdp("copies", "dp"), hfsdp("copies", "dp")}) {
+      t.unit.placements = strategy;
+      for (const auto reducer : {Reducer::copy_engine, Reducer::kernel}) {
+        for (const auto reduce : {ReducePolicy::every_microbatch, ReducePolicy::last_microbatch}) {
+          t.options = {.reduce = reduce, .reducer = reducer};
+          const auto got = train_sharded(t, mesh);
+          for (std::size_t i = 0; i < got.size(); ++i)
+            EXPECT_TRUE(at::allclose(got[i], expected[i], 1e-5, 1e-6))
+                << strategy.name << " of " << copies << " copies, tensor " << i << " differs by "
+                << (got[i] - expected[i]).abs().max().item<double>();
+        }
       }
     }
   }
@@ -237,7 +264,43 @@ TEST(GpuRanks, ReadsOfPeersGiveTheSameBitsHoweverRanksDrift) {
   }
 }
 
-// Ranks that share a GPU have no registered memory and go the usual way.
+// The same inbox again and again, with ranks late before they send and before they add, and what was sent written over
+// at once: nothing is added that was not there yet, or is of another reduction.
+TEST(GpuRanks, ReductionsThroughAnInboxHoldWhateverRankIsLate) {
+  constexpr int kRounds = 60;
+  Runtime& runtime = *world().runtime();
+  const auto group = world().create_communicator(all_ranks(), "inbox", GroupUse::reduce);
+  const Stream stream = runtime.make_stream("reduce");
+  std::string why;
+  const auto inbox = group.backend()->make_inbox(Bytes(4 << 20), *runtime.kernels(), why);
+  ASSERT_NE(inbox, nullptr) << why;
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    for (const std::int64_t share : {1, 1000, 1 << 20}) {
+      at::Tensor send = at::empty({share * size()}, on_gpu(dtype));
+      std::vector<at::Tensor> sums;
+      for (int round = 0; round < kRounds; ++round) sums.push_back(at::full({share}, 0.5, on_gpu()));
+      runtime.compute_stream().synchronize();
+      stream.enqueue([&] {
+        for (int round = 0; round < kRounds; ++round) {
+          const bool late = (round + rank()) % size() == 0;
+          send.fill_(rank() + round % 50);  // small integers: exact in both dtypes
+          if (late) runtime.kernels()->spin(200'000, 1);
+          const SumDestination to{
+              .data = sums[round].data_ptr(), .divisor = 2, .dtype = at::kFloat, .overwrite = round % 2 == 0};
+          group.reduce_scatter(send.data_ptr(), to, Elements(share), dtype, *inbox, stream, "reduce");
+          if (late && round % 3 == 0) runtime.kernels()->spin(200'000, 1);
+        }
+      });
+      stream.synchronize();
+      for (int round = 0; round < kRounds; ++round) {
+        const double sum = size() * (size() - 1) / 2 + size() * (round % 50);
+        const at::Tensor expected = at::full({share}, sum / 2 + (round % 2 == 0 ? 0 : 0.5), on_gpu());
+        ASSERT_TRUE(at::equal(sums[round], expected)) << "round " << round << " of " << share << " elements";
+      }
+    }
+  }
+}
+
 TEST(GpuRanks, ReductionsByCopyEngineEqualThoseByKernel) {
   Training t;
   for (const auto param_dtype : {at::kFloat, at::kBFloat16}) {

@@ -97,6 +97,50 @@ TEST(Parameters, UnitsWithoutTrainableWeightsDropThemDuringBackward) {
   });
 }
 
+// No backward passes through the units before the first one that trains.
+TEST(Parameters, AFrozenBaseIsGatheredOnceAMicrobatchOrOnceAStep) {
+  constexpr int kDepth = 4, kMicrobatches = 3;
+  const auto gathers = [&](Reshard reshard, Prefetch prefetch, std::vector<at::Tensor>& gradients) {
+    std::int64_t seen = 0;
+    run_ranks(2, [&](World world) {
+      ContextOptions options;
+      options.prefetch = prefetch;
+      auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}), options);
+      auto model = filled(Adapters(kDepth, 6, 1));
+      for (int i = 0; i + 1 < kDepth; ++i) {
+        for (auto& parameter : (*model->layers)[static_cast<std::size_t>(i)]->parameters())
+          parameter.set_requires_grad(false);
+      }
+      UnitOptions unit;
+      unit.reshard = reshard;
+      shard_adapters(*context, model, unit);
+      for (int step = 0; step < 2; ++step) {
+        const auto before = context->counters().unshards;
+        for (int micro = 0; micro < kMicrobatches; ++micro) {
+          auto scope = context->microbatch({.is_last = micro + 1 == kMicrobatches});
+          model->forward(random({3, 6}, static_cast<std::uint64_t>(micro))).sum().backward();
+        }
+        if (world.rank().value() == 0) seen = context->counters().unshards - before;
+        context->weights_changed();
+      }
+      EXPECT_EQ(context->memory_report().gathered, Bytes(0));
+      if (world.rank().value() != 0) return;
+      for (const auto& leaf : context->parameters()) {
+        if (leaf.grad().defined()) gradients.push_back(leaf.grad().clone());
+      }
+    });
+    return seen;
+  };
+  for (const auto& prefetch : {Prefetch::none(), Prefetch::depth(1), Prefetch::depth(2), Prefetch::recorded()}) {
+    std::vector<at::Tensor> dropped, kept;
+    EXPECT_EQ(gathers(Reshard::after_forward, prefetch, dropped), kDepth * kMicrobatches);
+    EXPECT_EQ(gathers(Reshard::never, prefetch, kept), kDepth - 1 + kMicrobatches);
+    ASSERT_EQ(dropped.size(), kept.size());
+    ASSERT_FALSE(kept.empty());
+    for (std::size_t i = 0; i < kept.size(); ++i) EXPECT_TRUE(at::equal(kept[i], dropped[i]));
+  }
+}
+
 TEST(Parameters, UnfrozenLaterEqualsNeverFrozen) {
   for (bool own : {false, true}) {
     for (const auto& strategy : {zero1("dp"), zero3("dp")}) {

@@ -3,12 +3,13 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "fsdp/comm/collective.h"
 #include "fsdp/comm/nccl/peer_mapping.h"
+#include "fsdp/comm/nccl/stream_meeting.h"
 #include "fsdp/comm/peer_inbox.h"
 #include "fsdp/runtime/kernels.h"
 
@@ -28,18 +29,16 @@ class MappedInbox final : public PeerInbox {
   void reduce(const Collective& operation, cudaStream_t stream);
 
  private:
-  MappedInbox(Bytes largest_share, Kernels& kernels, const PeerGroup& group);
-  [[nodiscard]] std::uint32_t* flags_in(const MappedRange& range, int which) const;
-  // Others' work on their streams before the meeting comes before this rank's after it.
-  void meet(cudaStream_t stream);
+  MappedInbox(Bytes largest_share, Kernels& kernels, const PeerGroup& group)
+      : largest_share_(largest_share), kernels_(kernels), rank_(group.rank), size_(group.size) {}
+  [[nodiscard]] std::byte* at(int rank) const;  // this rank's, or what is mapped of another's
 
   const Bytes largest_share_;
   Kernels& kernels_;
   const int rank_, size_;
-  std::int64_t flags_begin_ = 0;      // bytes, in a piece
-  std::unique_ptr<MappedRange> own_;  // the others' parts, in rank order, then flags
+  std::unique_ptr<MappedRange> own_;  // the others' parts, in rank order, then the meeting's flags
   PeerRanges peers_;                  // [rank][0]
-  std::uint32_t meetings_ = 0;        // outside of graphs
+  std::optional<StreamMeeting> meeting_;
 };
 
 }  // namespace fsdp

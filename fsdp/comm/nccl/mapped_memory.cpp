@@ -82,6 +82,12 @@ std::shared_ptr<MemoryPiece> MemoryPiece::create(Bytes size, bool shareable) {
   return std::shared_ptr<MemoryPiece>(new MemoryPiece(handle, size));
 }
 
+std::shared_ptr<MemoryPiece> MemoryPiece::create_rounded(Bytes size, bool shareable) {
+  const std::int64_t granularity = piece_granularity().value();
+  FSDP_CHECK(granularity > 0, Error, "the device cannot share memory with other processes");
+  return create(Bytes((size.value() + granularity - 1) / granularity * granularity), shareable);
+}
+
 std::shared_ptr<MemoryPiece> MemoryPiece::import(int descriptor, Bytes size) {
   CUmemGenericAllocationHandle handle = 0;
   const CUresult code = driver().import_handle(&handle, reinterpret_cast<void*>(static_cast<std::intptr_t>(descriptor)),

@@ -17,6 +17,8 @@ class MemoryPiece {
  public:
   // On the current device. `shareable`: other processes may map it. Throws Error.
   static std::shared_ptr<MemoryPiece> create(Bytes size, bool shareable);
+  // Of at least that size.
+  static std::shared_ptr<MemoryPiece> create_rounded(Bytes size, bool shareable);
   // Another process's piece; closes the descriptor.
   static std::shared_ptr<MemoryPiece> import(int descriptor, Bytes size);
   ~MemoryPiece();

@@ -10,8 +10,8 @@
 
 namespace fsdp {
 
-std::shared_ptr<MappedPeerMemory> MappedPeerMemory::create(const std::vector<PeerPart>& parts, const PeerGroup& group,
-                                                           std::string& why) {
+std::shared_ptr<MappedPeerMemory> MappedPeerMemory::create(const std::vector<PeerPart>& parts, Kernels& kernels,
+                                                           const PeerGroup& group, std::string& why) {
   auto memory = std::make_shared<MappedPeerMemory>();
   memory->rank_ = group.rank;
   memory->size_ = group.size;
@@ -19,9 +19,20 @@ std::shared_ptr<MappedPeerMemory> MappedPeerMemory::create(const std::vector<Pee
   bool good = all_manage(group, why, [&] {
     memory->make_own(parts);
     for (const Part& part : memory->parts_) own.push_back(part.own);
+    own.push_back(MemoryPiece::create_rounded(StreamMeeting::kFlags, /*shareable=*/true));
+    memory->flags_ = std::make_unique<MappedRange>(std::vector{own.back()});
+    FSDP_CUDA_CHECK(cudaMemset(memory->flags_->data(), 0, static_cast<std::size_t>(StreamMeeting::kFlags.value())));
+    FSDP_CUDA_CHECK(cudaDeviceSynchronize());
   });
   good = good && map_pieces(own, group, memory->peers_, why);
-  good = good && all_manage(group, why, [&] { memory->touch_peers(); });
+  good = good && all_manage(group, why, [&] {
+           std::vector<void*> flags;
+           for (int rank = 0; rank < group.size; ++rank)
+             flags.push_back(rank == group.rank ? memory->flags_->data()
+                                                : memory->peers_[static_cast<std::size_t>(rank)].back()->data());
+           memory->meeting_.emplace(kernels, group.rank, std::move(flags));
+           memory->touch_peers();
+         });
   return good ? memory : nullptr;
 }
 

@@ -5,10 +5,12 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "fsdp/comm/nccl/mapped_memory.h"
 #include "fsdp/comm/nccl/peer_mapping.h"
+#include "fsdp/comm/nccl/stream_meeting.h"
 #include "fsdp/comm/peer_memory.h"
 
 namespace fsdp {
@@ -16,8 +18,9 @@ namespace fsdp {
 class MappedPeerMemory final : public PeerMemory {
  public:
   // Collective, blocks the host. Null when some rank could not; `why` says why where this one could not.
-  static std::shared_ptr<MappedPeerMemory> create(const std::vector<PeerPart>& parts, const PeerGroup& group,
-                                                  std::string& why);
+  // `kernels` must outlive it.
+  static std::shared_ptr<MappedPeerMemory> create(const std::vector<PeerPart>& parts, Kernels& kernels,
+                                                  const PeerGroup& group, std::string& why);
 
   [[nodiscard]] void* share(int part) const override;
   [[nodiscard]] void* acquire(int part) override;
@@ -27,6 +30,7 @@ class MappedPeerMemory final : public PeerMemory {
 
   // Enqueues the copies of the other ranks' shares to where `whole` wants them.
   void read_peers(void* whole, cudaStream_t stream) const;
+  void meet(cudaStream_t stream) { meeting_->meet(stream); }
 
  private:
   // Memory for the peers' shares of parts of one size: those of lower ranks, those of higher ones; null: none.
@@ -46,7 +50,9 @@ class MappedPeerMemory final : public PeerMemory {
 
   int rank_ = 0, size_ = 1;
   std::vector<Part> parts_;
-  PeerRanges peers_;                                   // [rank][part]
+  std::unique_ptr<MappedRange> flags_;  // of the meeting
+  PeerRanges peers_;                    // [rank][part, and flags]
+  std::optional<StreamMeeting> meeting_;
   std::map<std::int64_t, std::vector<Place>> places_;  // by share
   std::map<const void*, std::pair<int, int>> wholes_;  // address -> part, place
   Bytes places_size_;

@@ -147,12 +147,13 @@ class NcclGroup final : public CommunicatorBackend {
   }
 
   [[nodiscard]] Bytes peer_granularity() const override {
-    return options_.same_host && options_.use == GroupUse::gather ? piece_granularity() : Bytes(0);
+    const bool shares = options_.same_host && options_.use == GroupUse::gather && size() <= Meeting::kMost;
+    return shares ? piece_granularity() : Bytes(0);
   }
-  [[nodiscard]] std::shared_ptr<PeerMemory> make_peer_memory(const std::vector<PeerPart>& parts,
+  [[nodiscard]] std::shared_ptr<PeerMemory> make_peer_memory(const std::vector<PeerPart>& parts, Kernels& kernels,
                                                              std::string& why) override {
     const auto watched = watch_->host_call("the sharing of memory between processes");
-    auto memory = MappedPeerMemory::create(parts, peer_group(), why);
+    auto memory = MappedPeerMemory::create(parts, kernels, peer_group(), why);
     std::erase_if(peers_, [](const auto& known) { return known.expired(); });
     if (memory) peers_.push_back(memory);
     return memory;
@@ -263,6 +264,10 @@ class NcclGroup final : public CommunicatorBackend {
         all_to_all(c, type, stream);
         break;
       case trace::Kind::barrier:
+        if (c.peers != nullptr) {
+          static_cast<MappedPeerMemory*>(c.peers)->meet(stream);
+          break;
+        }
         FSDP_NCCL_CHECK(ncclAllReduce(scratch_, scratch_, 1, ncclInt64, ncclSum, communicator_, stream), describe(c));
         break;
       default:

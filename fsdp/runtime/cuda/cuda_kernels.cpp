@@ -4,6 +4,7 @@
 #include <nvrtc.h>
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -56,6 +57,12 @@ int code(c10::ScalarType dtype) {
       detail::fail<UsageError>("gradients cannot be {}: expected Float, Double, BFloat16 or Half",
                                c10::toString(dtype));
   }
+}
+
+// 1 / divisor where multiplying by it gives the bits of a division: of powers of two. Else 0.
+float exact_inverse(float divisor) {
+  int exponent = 0;
+  return std::frexp(divisor, &exponent) == 0.5f && std::abs(exponent) < 100 ? 1 / divisor : 0;
 }
 
 std::vector<char> compile(int major, int minor) {
@@ -118,22 +125,25 @@ class CudaKernels final : public Kernels {
     const void* source = a.source;
     int destination_dtype = code(a.destination_dtype), source_dtype = code(a.source_dtype), overwrite = a.overwrite;
     std::int64_t count = a.count;
-    float divisor = static_cast<float>(a.divisor);
+    float divisor = static_cast<float>(a.divisor), inverse = exact_inverse(divisor);
     double wide_divisor = a.divisor;
-    void* arguments[] = {&destination, &destination_dtype,
-                         &source,      &source_dtype,
-                         &count,       wide ? static_cast<void*>(&wide_divisor) : &divisor,
-                         &overwrite};
-    launch(wide ? scaled_sum_double_ : scaled_sum_, dim3(blocks(count, wide ? 1 : kElements)), arguments);
+    if (wide) {
+      void* arguments[] = {&destination, &destination_dtype, &source, &source_dtype, &count, &wide_divisor, &overwrite};
+      launch(scaled_sum_double_, dim3(blocks(count, 1)), arguments);
+      return;
+    }
+    void* arguments[] = {&destination, &destination_dtype, &source,  &source_dtype,
+                         &count,       &divisor,           &inverse, &overwrite};
+    launch(scaled_sum_, dim3(blocks(count, kElements)), arguments);
   }
 
   void sum_of_parts(const SumOfParts& a) override {
     if (a.count == 0) return;
     SumOfParts s = a;
     int destination_dtype = code(a.destination_dtype), dtype = code(a.dtype), overwrite = a.overwrite;
-    float divisor = static_cast<float>(a.divisor);
-    void* arguments[] = {&s.destination, &destination_dtype, &s.own,      &s.others, &dtype,
-                         &s.count,       &s.parts,           &s.own_part, &divisor,  &overwrite};
+    float divisor = static_cast<float>(a.divisor), inverse = exact_inverse(divisor);
+    void* arguments[] = {&s.destination, &destination_dtype, &s.own,   &s.others, &dtype,    &s.count,
+                         &s.parts,       &s.own_part,        &divisor, &inverse,  &overwrite};
     launch(sum_of_parts_, dim3(blocks(s.count, kElements)), arguments);
   }
 
@@ -248,11 +258,11 @@ class CudaKernels final : public Kernels {
     std::int64_t count = 0;
     float one = 1;
     double wide_one = 1;
-    void* sum[] = {&nothing, &dtype, &nothing, &dtype, &count, &one, &dtype};
+    void* sum[] = {&nothing, &dtype, &nothing, &dtype, &count, &one, &one, &dtype};
     launch(scaled_sum_, dim3(1), sum);
-    sum[5] = &wide_one;
-    launch(scaled_sum_double_, dim3(1), sum);
-    void* parts[] = {&nothing, &dtype, &nothing, &nothing, &dtype, &count, &dtype, &dtype, &one, &dtype};
+    void* wide_sum[] = {&nothing, &dtype, &nothing, &dtype, &count, &wide_one, &dtype};
+    launch(scaled_sum_double_, dim3(1), wide_sum);
+    void* parts[] = {&nothing, &dtype, &nothing, &nothing, &dtype, &count, &dtype, &dtype, &one, &one, &dtype};
     launch(sum_of_parts_, dim3(1), parts);
     DevicePackArguments entries{};
     entries.entry[0].action = static_cast<int>(PackEntry::Action::clear);

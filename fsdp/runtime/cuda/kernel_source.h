@@ -24,6 +24,22 @@ __device__ inline bool is_mark(float f) { return __float_as_uint(f) == 0x8000000
 // The value as it will be stored: rounded, and never -0 unless `mark`.
 __device__ inline u16 clean16(u16 v, bool mark) { return (v == 0x8000u && !mark) ? (u16)0 : v; }
 
+// Two values as they are stored, the first in the low half.
+__device__ inline u32 pack2(float lo, float hi, int dtype) {
+#if __CUDA_ARCH__ >= 800
+  u32 r;
+  if (dtype == 1) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+#else
+  return dtype == 1 ? (u32)to_bf16(lo) | ((u32)to_bf16(hi) << 16) : (u32)to_half(lo) | ((u32)to_half(hi) << 16);
+#endif
+}
+__device__ inline bool has_mark16(u32 w) {  // a half of it is -0
+  u32 x = w ^ 0x80008000u;
+  return ((x - 0x00010001u) & ~x & 0x80008000u) != 0;
+}
+
 __device__ inline float load1(const void* p, int dtype, i64 i) {
   if (dtype == 0) return ((const float*)p)[i];
   if (dtype == 1) return from_bf16(((const u16*)p)[i]);
@@ -53,21 +69,34 @@ __device__ inline void load8(const void* p, int dtype, i64 i, float* out) {
     }
   }
 }
-__device__ inline void store8(void* p, int dtype, i64 i, const float* v, u32 marks) {
+// `marks`: called where something would become -0, which is rare; bit k: v[k] may.
+template <class Marks>
+__device__ inline void store8(void* p, int dtype, i64 i, const float* v, Marks marks) {
   if (dtype == 0) {
     float c[8];
-    for (int k = 0; k < 8; ++k) c[k] = (is_mark(v[k]) && !((marks >> k) & 1u)) ? 0.0f : v[k];
+    bool any = false;
+    for (int k = 0; k < 8; ++k) { c[k] = v[k]; any |= is_mark(v[k]); }
+    if (any) {
+      u32 may = marks();
+      for (int k = 0; k < 8; ++k) if (is_mark(c[k]) && !((may >> k) & 1u)) c[k] = 0.0f;
+    }
     float4* q = (float4*)((float*)p + i);
     q[0] = make_float4(c[0], c[1], c[2], c[3]);
     q[1] = make_float4(c[4], c[5], c[6], c[7]);
   } else if (dtype == 3) {
-    for (int k = 0; k < 8; ++k) store1(p, 3, i + k, v[k], (marks >> k) & 1u);
+    u32 may = marks();
+    for (int k = 0; k < 8; ++k) store1(p, 3, i + k, v[k], (may >> k) & 1u);
   } else {
     u32 w[4];
+    bool any = false;
     for (int k = 0; k < 4; ++k) {
-      u16 lo = dtype == 1 ? to_bf16(v[2 * k]) : to_half(v[2 * k]);
-      u16 hi = dtype == 1 ? to_bf16(v[2 * k + 1]) : to_half(v[2 * k + 1]);
-      w[k] = (u32)clean16(lo, (marks >> (2 * k)) & 1u) | ((u32)clean16(hi, (marks >> (2 * k + 1)) & 1u) << 16);
+      w[k] = pack2(v[2 * k], v[2 * k + 1], dtype);
+      any |= has_mark16(w[k]);
+    }
+    if (any) {
+      u32 may = marks();
+      for (int k = 0; k < 4; ++k)
+        w[k] = (u32)clean16((u16)w[k], (may >> (2 * k)) & 1u) | ((u32)clean16((u16)(w[k] >> 16), (may >> (2 * k + 1)) & 1u) << 16);
     }
     *(uint4*)((u16*)p + i) = make_uint4(w[0], w[1], w[2], w[3]);
   }
@@ -75,26 +104,32 @@ __device__ inline void store8(void* p, int dtype, i64 i, const float* v, u32 mar
 __device__ inline int element_size(int dtype) { return dtype == 0 ? 4 : dtype == 3 ? 8 : 2; }
 __device__ inline bool aligned8(const void* p) { return ((unsigned long long)p & 15ull) == 0; }
 
-extern "C" __global__ void fsdp_scaled_sum(void* d, int dd, const void* s, int sd, i64 n, float divisor, int overwrite) {
+// `inverse`: of a divisor that is a power of two, so that multiplying gives the same bits; else 0.
+__device__ inline float divided(float v, float divisor, float inverse) { return inverse != 0.0f ? v * inverse : v / divisor; }
+
+extern "C" __global__ void fsdp_scaled_sum(void* d, int dd, const void* s, int sd, i64 n, float divisor, float inverse,
+                                           int overwrite) {
   i64 stride = (i64)gridDim.x * blockDim.x * 8;
   bool fast = aligned8(d) && aligned8(s);
   for (i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 8; i < n; i += stride) {
     if (fast && i + 8 <= n) {
-      float a[8], b[8];
-      u32 marks = 0;
+      float a[8], b[8], r[8];
       load8(s, sd, i, a);
       if (!overwrite) load8(d, dd, i, b);
       for (int k = 0; k < 8; ++k) {
-        if (is_mark(a[k]) && (overwrite || is_mark(b[k]))) marks |= 1u << k;
-        float v = divisor == 1.0f ? a[k] : a[k] / divisor;
-        a[k] = overwrite ? v : b[k] + v;
+        float v = divided(a[k], divisor, inverse);
+        r[k] = overwrite ? v : b[k] + v;
       }
-      store8(d, dd, i, a, marks);
+      store8(d, dd, i, r, [&] {
+        u32 marks = 0;
+        for (int k = 0; k < 8; ++k) if (is_mark(a[k]) && (overwrite || is_mark(b[k]))) marks |= 1u << k;
+        return marks;
+      });
     } else {
       for (i64 j = i; j < n && j < i + 8; ++j) {
         float a = load1(s, sd, j), b = overwrite ? 0.0f : load1(d, dd, j);
         bool mark = is_mark(a) && (overwrite || is_mark(b));
-        float v = divisor == 1.0f ? a : a / divisor;
+        float v = divided(a, divisor, inverse);
         store1(d, dd, j, overwrite ? v : b + v, mark);
       }
     }
@@ -103,18 +138,24 @@ extern "C" __global__ void fsdp_scaled_sum(void* d, int dd, const void* s, int s
 
 // The value that storing as `dtype` and loading again would give.
 __device__ inline float rounded(float v, int dtype) {
-  if (dtype == 0) return v;
-  bool mark = is_mark(v);
-  return dtype == 1 ? from_bf16(clean16(to_bf16(v), mark)) : from_half(clean16(to_half(v), mark));
+  return dtype == 0 ? v : dtype == 1 ? from_bf16(to_bf16(v)) : from_half(to_half(v));
+}
+__device__ inline void round8(float* v, int dtype) {
+  if (dtype == 0) return;
+  for (int k = 0; k < 4; ++k) {
+    u32 w = pack2(v[2 * k], v[2 * k + 1], dtype);
+    v[2 * k] = dtype == 1 ? __uint_as_float(w << 16) : from_half((u16)w);
+    v[2 * k + 1] = dtype == 1 ? __uint_as_float(w & 0xffff0000u) : from_half((u16)(w >> 16));
+  }
 }
 
 extern "C" __global__ void fsdp_sum_of_parts(void* d, int dd, const void* own, const void* others, int dtype, i64 n, int parts,
-                                             int own_part, float divisor, int overwrite) {
+                                             int own_part, float divisor, float inverse, int overwrite) {
   i64 stride = (i64)gridDim.x * blockDim.x * 8;
   bool fast = aligned8(d) && aligned8(own) && aligned8(others) && n % 8 == 0;
   for (i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 8; i < n; i += stride) {
     if (fast) {
-      float a[8], b[8];
+      float a[8], b[8], r[8];
       if (own_part == 0) load8(own, dtype, i, a);
       else load8(others, dtype, i, a);
       for (int p = 1; p < parts; ++p) {
@@ -123,23 +164,24 @@ extern "C" __global__ void fsdp_sum_of_parts(void* d, int dd, const void* own, c
         for (int k = 0; k < 8; ++k) a[k] += b[k];
       }
       if (!overwrite) load8(d, dd, i, b);
-      u32 marks = 0;
+      for (int k = 0; k < 8; ++k) r[k] = a[k];
+      round8(r, dtype);
       for (int k = 0; k < 8; ++k) {
-        float v = rounded(a[k], dtype);
-        if (is_mark(v) && (overwrite || is_mark(b[k]))) marks |= 1u << k;
-        if (divisor != 1.0f) v = v / divisor;
-        a[k] = overwrite ? v : b[k] + v;
+        float v = divided(r[k], divisor, inverse);
+        r[k] = overwrite ? v : b[k] + v;
       }
-      store8(d, dd, i, a, marks);
+      store8(d, dd, i, r, [&] {
+        u32 marks = 0;
+        for (int k = 0; k < 8; ++k) if (is_mark(a[k]) && (overwrite || is_mark(b[k]))) marks |= 1u << k;
+        return marks;
+      });
     } else {
       for (i64 j = i; j < n && j < i + 8; ++j) {
         float a = own_part == 0 ? load1(own, dtype, j) : load1(others, dtype, j);
         for (int p = 1; p < parts; ++p)
           a += p == own_part ? load1(own, dtype, j) : load1(others, dtype, (p < own_part ? p : p - 1) * n + j);
-        float v = rounded(a, dtype), b = overwrite ? 0.0f : load1(d, dd, j);
-        bool mark = is_mark(v) && (overwrite || is_mark(b));
-        if (divisor != 1.0f) v = v / divisor;
-        store1(d, dd, j, overwrite ? v : b + v, mark);
+        float v = divided(rounded(a, dtype), divisor, inverse), b = overwrite ? 0.0f : load1(d, dd, j);
+        store1(d, dd, j, overwrite ? v : b + v, is_mark(a) && (overwrite || is_mark(b)));
       }
     }
   }
@@ -205,15 +247,14 @@ extern "C" __global__ void fsdp_pack(const __grid_constant__ PackArguments argum
   for (i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 8; i < n; i += stride) {
     if (fast && i + 8 <= n) {
       float a[8], b[8];
-      u32 marks = 0;
       if (reads) load8(e.from, e.from_dtype, i, a);
       if (e.action == 1) load8(e.to, dtype, i, b);
       for (int k = 0; k < 8; ++k) {
         if (e.action == 1) a[k] += b[k];
-        if (e.action == 3) { a[k] = -0.0f; marks = 0xffu; }
+        if (e.action == 3) a[k] = -0.0f;
         if (e.action == 4) a[k] = 0.0f;
       }
-      store8(e.to, dtype, i, a, marks);
+      store8(e.to, dtype, i, a, [&] { return e.action == 3 ? 0xffu : 0u; });
     } else {
       for (i64 j = i; j < n && j < i + 8; ++j) {
         if (wide) {
@@ -282,10 +323,10 @@ extern "C" __global__ void fsdp_adamw(const __grid_constant__ AdamWArguments arg
       w[k] -= step_size * m[k] / (sqrtf(v[k]) / root2 + epsilon);
     }
     if (whole) {
-      store8(p.weight, p.weight_dtype, i, w, 0xffu);
-      store8(p.first, p.weight_dtype, i, m, 0xffu);
-      store8(p.second, p.weight_dtype, i, v, 0xffu);
-      if (p.low != 0) store8(p.low, p.low_dtype, i, w, 0xffu);
+      store8(p.weight, p.weight_dtype, i, w, [] { return 0xffu; });
+      store8(p.first, p.weight_dtype, i, m, [] { return 0xffu; });
+      store8(p.second, p.weight_dtype, i, v, [] { return 0xffu; });
+      if (p.low != 0) store8(p.low, p.low_dtype, i, w, [] { return 0xffu; });
     } else {
       for (int k = 0; k < count; ++k) {
         store1(p.weight, p.weight_dtype, i + k, w[k], true);
@@ -362,7 +403,7 @@ extern "C" __global__ void fsdp_cross_entropy_backward(void* logits, int dtype, 
     float p = __expf(v[k] - log_sum);
     v[k] = (i + k == target ? p - 1.0f : p) * factor;
   }
-  if (whole) store8(base, dtype, i, v, 0xffu);
+  if (whole) store8(base, dtype, i, v, [] { return 0xffu; });
   else for (int k = 0; k < count; ++k) store1(base, dtype, i + k, v[k], true);
 }
 
