@@ -20,14 +20,20 @@ parts=0
 start() {  # function arguments...: in the background; what it prints is shown by `finish`
   parts=$((parts + 1))
   local part=$results/$(printf %03d $parts)
+  : > "$part.text"
   ("$@" > "$part.text" 2>&1; echo "$passed $failed" > "$part.counts") &
 }
 finish() {
   wait
   local part good bad
-  for part in "$results"/*.counts; do
-    cat "${part%.counts}.text"
-    read -r good bad < "$part"
+  for part in "$results"/*.text; do
+    cat "$part"
+    good=0 bad=0
+    { read -r good bad < "${part%.text}.counts"; } 2>/dev/null || bad=1  # it died
+    if [ "$filter" = "*" ] && [ $((good + bad)) -eq 0 ]; then bad=1; fi
+    if [ "$bad" -gt 0 ] && ! grep -q "FAILED\|failed" "$part"; then
+      echo "${part##*/}: FAILED: a part of the tests ended without counting any"
+    fi
     total_passed=$((total_passed + good)) total_failed=$((total_failed + bad))
   done
   rm -f "$results"/*

@@ -41,8 +41,8 @@ struct Collective {
   const char* label = "";           // what it is for, such as "FSDP:layers.0:unshard"; lives as long as the process
                                     // (base/intern.h): other ranks read it
   PeerMemory* peers = nullptr;      // barrier: of those who share it
-  PeerInbox* inbox = nullptr;       // reduce_scatter by copies, through it; `receive` is unused, the sum goes to
-  SumDestination destination = {};  // this
+  PeerInbox* inbox = nullptr;       // reduce_scatter: made of copies through it
+  SumDestination destination = {};  // of such a reduce_scatter's sum, instead of `receive`
   // all_to_all_v: elements to and from each rank, packed in rank order. [rank]
   std::shared_ptr<const std::vector<std::int64_t>> send_counts, receive_counts;
 };

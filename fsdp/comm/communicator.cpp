@@ -90,6 +90,16 @@ void Communicator::reduce_scatter(const void* send, void* receive, Elements coun
 void Communicator::reduce_scatter(const void* send, const SumDestination& destination, Elements count,
                                   c10::ScalarType dtype, PeerInbox& inbox, const Stream& stream,
                                   const char* label) const {
+  const auto sums = [](c10::ScalarType type) {
+    return type == c10::kFloat || type == c10::kBFloat16 || type == c10::kHalf;
+  };
+  FSDP_CHECK(sums(dtype) && sums(destination.dtype), UsageError,
+             "reduce_scatter \"{}\" through an inbox of {}: cannot add {} to {}; expected Float, BFloat16 or Half",
+             label, name(), c10::toString(dtype), c10::toString(destination.dtype));
+  const Bytes share = bytes_of(count, static_cast<std::int64_t>(c10::elementSize(dtype)));
+  FSDP_CHECK(share <= inbox.largest_share(), UsageError,
+             "reduce_scatter \"{}\" through an inbox of {}: a share of {} bytes, the inbox was made for {} at most",
+             label, name(), share.value(), inbox.largest_share().value());
   launch({.kind = trace::Kind::reduce_scatter,
           .dtype = dtype,
           .send = send,

@@ -52,7 +52,8 @@ Reduced reduce_in_place(const DBuffer& buffer, const PlacementList& to, const St
     const Elements share(result.range.length());
     void* own = buffer.address(result.range.begin);
     PeerInbox* inbox = route.inboxes.empty() ? nullptr : route.inboxes[static_cast<std::size_t>(axis)];
-    if (inbox == nullptr || buffer.dtype() == c10::kDouble) {
+    const Bytes bytes = bytes_of(share, static_cast<std::int64_t>(c10::elementSize(buffer.dtype())));
+    if (inbox == nullptr || buffer.dtype() == c10::kDouble || bytes > inbox->largest_share()) {
       communicator.reduce_scatter(data, own, share, buffer.dtype(), stream, label);
       continue;
     }

@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
@@ -17,6 +18,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "fsdp/base/check.h"
@@ -43,12 +45,23 @@ std::vector<std::string> own_arguments() {
   return arguments;
 }
 
-// Free now. From below the range out of which the system serves connections, of which ranks that have just ended leave
-// many behind: only another server could take it before rank 0 does, which then says so.
+// Outside of the range out of which the system serves connections, where there is room: ranks that have just ended
+// leave many of those behind.
+std::pair<int, int> range_of_ports() {
+  constexpr int kFirst = 1024, kLast = 65535, kRoom = 1000, kWidest = 16000;
+  int low = 32768, high = 60999;
+  std::ifstream("/proc/sys/net/ipv4/ip_local_port_range") >> low >> high;
+  if (low - kFirst >= kRoom) return {std::max(kFirst, low - kWidest), low - 1};
+  if (kLast - high >= kRoom) return {high + 1, kLast};
+  return {kFirst, kLast};
+}
+
+// Free now; another server could take it before rank 0 does, which then says so.
 int free_port() {
-  constexpr int kFirst = 15000, kLast = 32000, kTries = 100;
+  constexpr int kTries = 100;
+  const auto [first, last] = range_of_ports();
   std::random_device source;
-  std::uniform_int_distribution<int> ports(kFirst, kLast);
+  std::uniform_int_distribution<int> ports(first, last);
   for (int i = 0; i < kTries; ++i) {
     const int port = ports(source);
     const int handle = socket(AF_INET, SOCK_STREAM, 0);
@@ -60,8 +73,8 @@ int free_port() {
     if (handle >= 0) close(handle);
     if (good) return port;
   }
-  detail::fail<Error>("no free port on this machine for the ranks to meet: tried {} from {} to {}", kTries, kFirst,
-                      kLast);
+  detail::fail<Error>("no free port on this machine for the ranks to meet: tried {} from {} to {}", kTries, first,
+                      last);
 }
 
 pid_t start(int rank, int count, int port, std::vector<std::string>& arguments) {

@@ -43,6 +43,8 @@ void Scheduler::ensure_backward_started(FsdpModule& unit) {
 
 void Scheduler::pre_backward(FsdpModule& unit) {
   ensure_backward_started(unit);
+  const bool reads = reads_weights(unit, Phase::backward);
+  if (unit.in_backward_ && !reads) return;
   if (unit.in_backward_ && current(unit)) return wait_for_weights(unit);  // perhaps only prefetched
   if (unit.nodes_generation_ == generation_) pass_units_made_after(unit.end_of_nodes_, unit);
   if (const int parent = parent_[unit.index()];
@@ -58,7 +60,8 @@ void Scheduler::pre_backward(FsdpModule& unit) {
 // same, it gathers them again.
 void Scheduler::drop_finished_before(const FsdpModule& next) {
   for (FsdpModule* other : in_backward_) {
-    if (other != &next && other->gathered_ && gradients_complete(*other) && !encloses(*other, next)) reshard(*other);
+    const bool over = other != &next && gradients_complete(*other) && !encloses(*other, next);
+    if (over && other->gathered_ && !keep_for_next_microbatch(*other)) reshard(*other);
   }
 }
 
@@ -82,7 +85,9 @@ void Scheduler::before_node(FsdpModule& unit, std::uint64_t number, std::uint64_
   try {
     if (!unit.finished_) {
       if (scheduler.backward_active_) scheduler.pass_units_made_after(number, unit);
-      if (!unit.in_backward_ || !scheduler.current(unit) || !scheduler.waited_for(unit)) scheduler.pre_backward(unit);
+      const bool lacks_weights =
+          reads_weights(unit, Phase::backward) && (!scheduler.current(unit) || !scheduler.waited_for(unit));
+      if (!unit.in_backward_ || lacks_weights) scheduler.pre_backward(unit);
     }
     FSDP_CHECK(
         version == unit.weight_version_, UsageError,

@@ -54,7 +54,7 @@ void Scheduler::start_forward(FsdpModule& unit) {
   // wait for their backward without weights; the last one keeps them, for its backward follows at once.
   need(unit, std::nullopt);
   for (FsdpModule* other : recomputed_) {
-    if (other != &unit && other->forwards_left_ == 0) reshard(*other);
+    if (other != &unit && other->forwards_left_ == 0 && !keep_for_next_microbatch(*other)) reshard(*other);
   }
   recomputed_.clear();
 }

@@ -110,8 +110,9 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
   int pins_ = 0;                 // scopes that read the weights: no release meanwhile
   bool release_queued_ = false;  // a delayed release; `read_event_` is where its readers ended
   Event read_event_;
+  bool backward_reads_weights_ = true;
   int forwards_left_ = 0;                     // modules of the unit whose forward is still to come
-  bool expects_backward_ = true;              // some result of its forwards of this microbatch requires a gradient
+  bool expects_backward_ = true;              // some result of its latest forwards required a gradient; steers prefetch
   std::int64_t expectation_generation_ = -1;  // the scheduler's, when that was noted
   struct Buffer {
     std::string name;      // path from the unit's module until names are set, then from the root

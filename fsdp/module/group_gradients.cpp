@@ -254,8 +254,9 @@ void FsdpParameterGroup::reduce_to_main_gradient(const DBuffer& sums, const Stre
   const DBuffer& main = *main_gradient_.buffer;
   const SumDestination destination{main.address(main_weight_.range().begin), static_cast<float>(divisor_), main.dtype(),
                                    overwrite};
-  const Reduced reduced =
-      reduce_in_place(sums, reduced_placements_, stream, label, {.inboxes = inboxes_, .destination = &destination});
+  const bool in_one_pass = main.dtype() != c10::kDouble;  // which adds in fp32
+  const Reduced reduced = reduce_in_place(sums, reduced_placements_, stream, label,
+                                          {.inboxes = inboxes_, .destination = in_one_pass ? &destination : nullptr});
   FSDP_INVARIANT(reduced.range == main_weight_.range());
   if (!reduced.delivered) enqueue_accumulate(main, slot_, reduced.range, divisor_, overwrite, stream);
 }

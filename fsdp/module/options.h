@@ -50,6 +50,9 @@ struct UnitOptions {
   // of gradients add up over them.
   std::vector<std::string> partitioned_axes = {};
   Reshard reshard = Reshard::automatic;
+  // Whether the unit's backward reads its weights. false: it is not gathered for it, and what reads them all the same
+  // throws. Default: true, except for units of nothing but torch::nn::Embedding.
+  std::optional<bool> backward_reads_weights = {};
   // Parameters of at most so many elements stay whole on every rank; their gradients are summed by an all-reduce. Saves
   // nothing but launches: for units of tiny parameters only.
   std::int64_t replicate_up_to = 0;
@@ -73,6 +76,9 @@ struct Prefetch {
   }  // along the last iteration from the same root
   // No order needed: a release waits until so many later gathers were issued (the host must run ahead of the device).
   static Prefetch delayed_release(int target_length = 1) { return {Kind::delayed_release, target_length}; }
+
+  // Units gathered at the same time, beside those that stay.
+  [[nodiscard]] int units_at_once() const { return kind == Kind::none ? 1 : kind == Kind::lists ? 2 : amount + 1; }
 };
 
 // When a unit's reduction is issued after its gradients are packed.
@@ -93,7 +99,7 @@ enum class Reducer : std::uint8_t {
   kernel,       // NCCL's symmetric kernel, in place in registered memory
   copy_engine,  // shares are copied to their owners, who add them up in rank order, in fp32, rounded once, and to the
                 // main gradient in the same pass (comm/peer_inbox.h). No multiprocessor is held while data moves or a
-                // peer is late; takes one more unit of memory less this rank's share
+                // peer is late; takes one more unit of memory less this rank's share, for each axis
 };
 
 enum class SkippedUnits : std::uint8_t { error, participate };
@@ -107,8 +113,8 @@ struct ContextOptions {
   // backward begins, so that moment is the peak of memory.
   bool late_first_prefetch = false;
   // On GPUs of one host: gathered weights and reduce slots lie in one arena that is registered with NCCL, so that
-  // gathers run on copy engines and reductions as symmetric kernels. Off: NCCL's rings, and memory from the caching
-  // allocator.
+  // gathers run on copy engines and reductions as symmetric kernels, where they do not go by `one_sided_gathers` and
+  // `reducer`. Off: NCCL's rings instead, and memory from the caching allocator.
   bool symmetric_memory = true;
   // On GPUs of one host: units with shares of 8 MiB and more are gathered by reading the other ranks' shares where they
   // rest, into memory where this rank's share already lies (comm/peer_memory.h). No multiprocessor, no copy of the own

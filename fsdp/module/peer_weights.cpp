@@ -15,21 +15,6 @@
 #include "fsdp/module/scheduler.h"
 
 namespace fsdp {
-namespace {
-
-// Units gathered at the same time, beside those that stay.
-int units_at_once(const ContextOptions& options) {
-  switch (options.prefetch.kind) {
-    case Prefetch::Kind::none:
-      return 1;
-    case Prefetch::Kind::lists:
-      return 2;
-    default:
-      return options.prefetch.amount + 1;
-  }
-}
-
-}  // namespace
 
 void Scheduler::make_peer_memory() {
   if (!options_.one_sided_gathers || runtime().kernels() == nullptr || mesh_.world().size() == 1) return;
@@ -49,7 +34,7 @@ void Scheduler::make_peer_memory() {
       if (granularity == Bytes(0) || share < FsdpParameterGroup::least_peer_share() ||
           share.value() % granularity.value() != 0)
         continue;
-      PeerPart part{.share = share, .places = units_at_once(options_), .kept = stays ? 1 : 0};
+      PeerPart part{.share = share, .places = options_.prefetch.units_at_once(), .kept = stays ? 1 : 0};
       if (unit->options().reshard == Reshard::by_budget && group->whole_bytes() <= budget) {
         part.kept = 1;
         budget -= group->whole_bytes();

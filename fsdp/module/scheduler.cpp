@@ -47,9 +47,9 @@ Scheduler::~Scheduler() {
     } catch (const std::exception&) {  // it was thrown to whoever waited, or nobody will
     }
   }
-  inboxes_.clear();
-  if (arena_ == nullptr && peers_.empty()) return;
+  if (arena_ == nullptr && peers_.empty() && inboxes_.empty()) return;
   try {
+    runtime().synchronize();  // a replay of a captured step uses this memory too, on whatever stream
     // Leaves and the module's tensors may live on: what they look at leaves the arena.
     for (auto& unit : units_) {
       drop_own(*unit);
@@ -65,6 +65,7 @@ Scheduler::~Scheduler() {
   }
   for (const auto& group : arena_groups_) group->deregister_symmetric(arena_->base());
   peers_.clear();
+  inboxes_.clear();
 }
 
 trace::Span* Scheduler::issue_span(const char* name, trace::Kind kind, const Stream& stream) const {
@@ -123,6 +124,11 @@ void Scheduler::follow_requires_grad() {
       group->follow_requires_grad();
       unit->trainable_count_ += group->expected_arrivals();
     }
+  }
+  first_trainable_ = 0;
+  for (int index : forward_order_) {
+    if (units_[index]->trainable_count_ > 0) break;
+    ++first_trainable_;
   }
 }
 
@@ -279,8 +285,7 @@ void Scheduler::prefetch_after(FsdpModule& unit, Phase phase) {
   for (int index : targets) {
     FsdpModule& target = *units_[index];
     if (current(target)) continue;
-    if (phase == Phase::backward && !target.expects_backward_ && options_.skipped_units == SkippedUnits::error)
-      continue;
+    if (phase == Phase::backward && (!reads_weights(target, phase) || has_no_backward(target))) continue;
     if (policy.budget && gathered_bytes_ + target.gathered_bytes_ > *policy.budget) break;
     issue_gather(target);
     if (options_.skipped_units == SkippedUnits::participate) {
@@ -291,11 +296,23 @@ void Scheduler::prefetch_after(FsdpModule& unit, Phase phase) {
   }
 }
 
+// No gradient of a weight, nor of an input, passes through it. By what all ranks have in common: units in the middle
+// may get other inputs on one rank.
+bool Scheduler::has_no_backward(const FsdpModule& unit) const {
+  return !unit.expects_backward_ && position_[static_cast<int>(Phase::forward)][unit.index()] < first_trainable_ &&
+         options_.skipped_units == SkippedUnits::error;
+}
+
+bool Scheduler::reads_weights(const FsdpModule& unit, std::optional<Phase> phase) {
+  return phase != Phase::backward || unit.backward_reads_weights_ || !unit.lenders_.empty();
+}
+
 // The current stream may read the unit's weights from here on. The next gather is issued before anything computes and
 // before any release, so that it does not queue behind either.
 void Scheduler::need(FsdpModule& unit, std::optional<Phase> phase) {
   if (phase) catch_up(*phase, unit.index());
-  issue_gather(unit);
+  const bool reads = reads_weights(unit, phase);
+  if (reads) issue_gather(unit);
   const bool late = phase == Phase::backward && options_.late_first_prefetch && in_backward_.empty() &&
                     !std::exchange(backward_prefetches_, true);
   if (late && unit.trainable_count_ > 0) {
@@ -305,7 +322,7 @@ void Scheduler::need(FsdpModule& unit, std::optional<Phase> phase) {
     prefetch_after(unit, *phase);
   }
   if (phase == Phase::backward) drain_delayed_reductions();
-  wait_for_weights(unit);
+  if (reads) wait_for_weights(unit);
 }
 
 void Scheduler::pay_prefetch() {

@@ -149,6 +149,8 @@ class Scheduler {
   void rest(FsdpModule& unit);  // whole weights that rest but are not current become unreadable
   void release_all();
   [[nodiscard]] bool keep_after_forward(FsdpModule& unit, bool backward_expected);
+  [[nodiscard]] bool has_no_backward(const FsdpModule& unit) const;
+  [[nodiscard]] static bool reads_weights(const FsdpModule& unit, std::optional<Phase> phase);
 
   // Any node of the unit's forward, in backward; `version`: of the weights that the forward saw.
   static void before_node(FsdpModule& unit, std::uint64_t number, std::uint64_t version);
@@ -223,6 +225,7 @@ class Scheduler {
   UnitTree tree_;
   std::vector<int> parent_;  // [unit], -1 for roots
   std::vector<int> forward_order_, backward_order_;
+  int first_trainable_ = 0;                 // position in forward_order_ of the first unit that trains
   int first_owner_ = -1, last_owner_ = -1;  // of forward_order, among units that own weights
   PrefetchTable prefetch_table_;
   RecordedOrder recorded_;

@@ -37,10 +37,13 @@ void Scheduler::make_inboxes() {
   for (const auto& unit : units_) {
     for (const auto& group : unit->groups()) {
       const SubMesh& mesh = group->mesh();
-      for (std::size_t axis = 0; axis < mesh.sizes().size(); ++axis) {
+      if (!group->trainable() || group->dtypes().reduce == c10::kDouble) continue;
+      std::int64_t size = group->slot_bytes().value();
+      for (std::size_t axis = mesh.sizes().size(); axis-- > 0;) {  // inner axes are scattered first
         if (mesh.sizes()[axis] == 1 || group->strategy().optimizer[axis] != Placement::flat) continue;
+        size /= mesh.sizes()[axis];
         Bytes& share = largest_share[mesh.axes()[axis]];
-        share = std::max(share, Bytes(group->slot_bytes().value() / mesh.sizes()[axis]));
+        share = std::max(share, Bytes(size));
       }
     }
   }
@@ -50,7 +53,8 @@ void Scheduler::make_inboxes() {
     if (inbox != nullptr)
       inboxes_[axis] = std::move(inbox);
     else if (!why.empty())
-      log::write(log::Level::warning, fmt::format("fsdp: rank {}: reductions are not made of copies to other ranks: {}",
+      log::write(log::Level::warning, fmt::format("fsdp: rank {}: reductions are not made of copies to other ranks, on "
+                                                  "any rank: {}",
                                                   mesh_.world().rank().value(), why));
   }
   if (inboxes_.empty()) return;
@@ -73,7 +77,8 @@ bool Scheduler::stays_gathered(const FsdpModule& unit) const {
 }
 
 void Scheduler::make_arena() {
-  if (!options_.symmetric_memory || runtime().kernels() == nullptr || mesh_.world().size() == 1) return;
+  if (runtime().kernels() == nullptr || mesh_.world().size() == 1) return;
+  constexpr const char* kCopies = "copies to peers, summed by one kernel";
   int axis = -1;
   std::vector<FsdpParameterGroup*> groups;  // whose weights are gathered over it
   for (const auto& unit : units_) {
@@ -85,7 +90,10 @@ void Scheduler::make_arena() {
       groups.push_back(group.get());
     }
   }
-  if (groups.empty()) return;
+  if (groups.empty()) {
+    if (!inboxes_.empty()) memory_path_ = fmt::format("reductions: {}", kCopies);
+    return;
+  }
   const auto gather = mesh_.communicator(axis, Use::gather).backend(),
              reduce = mesh_.communicator(axis, Use::reduce).backend();
   const bool copies = inboxes_.contains(axis);
@@ -96,10 +104,10 @@ void Scheduler::make_arena() {
     if (reading > 0)
       gathers =
           fmt::format("reads of peers for {} of {} groups{}{}", reading, groups.size(), all_read ? "" : ", ", gathers);
-    memory_path_ = fmt::format("gathers: {}, reductions: {}", gathers,
-                               copies ? "copies to peers, summed by one kernel" : other_reductions);
+    memory_path_ = fmt::format("gathers: {}, reductions: {}", gathers, copies ? kCopies : other_reductions);
   };
   if (all_read && copies) return describe({}, {});
+  if (!options_.symmetric_memory) return describe("ring", "ring");
   std::string refusal = gather->why_no_symmetric_memory();
   if (refusal.empty()) refusal = reduce->why_no_symmetric_memory();
   if (!refusal.empty()) {
@@ -124,11 +132,9 @@ void Scheduler::make_arena() {
       largest_slot = std::max(largest_slot, slot);
     }
   }
-  const auto ahead = options_.prefetch.kind == Prefetch::Kind::none    ? 0
-                     : options_.prefetch.kind == Prefetch::Kind::lists ? 1
-                                                                       : options_.prefetch.amount;
   if (options_.keep_budget && largest > Bytes(0)) kept += *options_.keep_budget;
-  const Bytes room = options_.symmetric_bytes.value_or(kept + largest * (ahead + 1) + largest_slot * 2);
+  const Bytes room =
+      options_.symmetric_bytes.value_or(kept + largest * options_.prefetch.units_at_once() + largest_slot * 2);
   const Bytes size = shards + Arena::rounded(room);
 
   c10::DataPtr memory = gather->allocate_symmetric(size);

@@ -1,6 +1,7 @@
 // The part of Scheduler that makes units of modules.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
+#include <torch/nn/modules/embedding.h>
 
 #include <algorithm>
 #include <cmath>
@@ -62,6 +63,8 @@ FsdpModule& Scheduler::add_unit(std::vector<std::shared_ptr<torch::nn::Module>> 
 
   const int index = static_cast<int>(units_.size());
   auto unit = std::make_shared<FsdpModule>(*this, index, modules, options);
+  unit->backward_reads_weights_ = options.backward_reads_weights.value_or(!std::all_of(
+      modules.begin(), modules.end(), [](const auto& m) { return dynamic_cast<torch::nn::EmbeddingImpl*>(m.get()); }));
   for (GroupPlan& group : plan.groups) {
     std::vector<const void*> impls;
     for (const auto& info : group.parameters) {

@@ -24,7 +24,7 @@ struct ScaledSum {
 };
 
 // destination (+)= (the sum of all parts, from the first on, in fp32, rounded to `dtype`) / divisor. What is -0 in all
-// parts stays so unless something is added to it; no other sum becomes -0. Not of Double.
+// parts stays so unless something is added to it; no other sum becomes -0. Neither dtype may be Double.
 struct SumOfParts {
   void* destination = nullptr;  // may be `own`
   c10::ScalarType destination_dtype = c10::kFloat;
@@ -41,7 +41,7 @@ struct SumOfParts {
 // would keep the value of the recording.
 struct Meeting {
   static constexpr int kMost = 32;        // ranks
-  std::uint32_t* count = nullptr;         // meetings so far, of this rank
+  std::uint32_t* count = nullptr;         // meetings by this kernel so far, on this rank
   std::uint32_t* own_flags = nullptr;     // [rank] written by that rank
   std::uint32_t* peer_flags[kMost] = {};  // [rank] where this rank writes to that one
   int rank = 0, size = 1;

@@ -36,8 +36,8 @@ class Runtime {
   // A further stream, distinct from compute and from all others. Lives as long as its handles.
   [[nodiscard]] virtual Stream make_stream(const std::string& name) = 0;
 
-  // Whether Stream::enqueue runs its task on the calling thread, with that stream current: what the task calls then runs
-  // on the stream. Elsewhere a task runs on the stream's own thread.
+  // Whether Stream::enqueue runs its task on the calling thread, with that stream current: what the task calls then
+  // runs on the stream. Elsewhere a task runs on the stream's own thread.
   [[nodiscard]] virtual bool enqueue_sets_current_stream() const { return false; }
 
   // Device memory of exactly this size; empty for devices without data. Once freed it is used again in the order of
@@ -50,6 +50,9 @@ class Runtime {
   // Enqueued on `stream`; nothing happens where there is no data.
   virtual void copy(void* to, const void* from, Bytes size, const Stream& stream);
   virtual void clear(void* data, Bytes size, const Stream& stream);  // to zero
+
+  // Waits until the device has done all that this process has enqueued, on any stream, replays included.
+  virtual void synchronize() {}
 
   // The library's own kernels; null where the host computes.
   [[nodiscard]] virtual Kernels* kernels() { return nullptr; }

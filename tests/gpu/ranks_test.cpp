@@ -304,9 +304,12 @@ TEST(GpuRanks, ReductionsThroughAnInboxHoldWhateverRankIsLate) {
 TEST(GpuRanks, ReductionsByCopyEngineEqualThoseByKernel) {
   Training t;
   for (const auto param_dtype : {at::kFloat, at::kBFloat16}) {
-    for (const auto reduce_dtype : {at::kFloat, at::kBFloat16}) {
+    for (const auto reduce_dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
       t.unit.mixed_precision.param_dtype = param_dtype;
-      t.unit.mixed_precision.reduce_dtype = reduce_dtype;
+      // Double: in the main gradient alone, whose sums must not lose it.
+      const auto main_dtype = reduce_dtype == at::kDouble ? at::kDouble : at::kFloat;
+      t.unit.mixed_precision.reduce_dtype = reduce_dtype == at::kDouble ? at::kFloat : reduce_dtype;
+      t.unit.mixed_precision.main_param_dtype = t.unit.mixed_precision.main_grad_dtype = main_dtype;
       t.options.reducer = Reducer::kernel;
       const auto expected = train_sharded(t);
       t.options.reducer = Reducer::copy_engine;
@@ -436,6 +439,38 @@ TEST(GpuRanks, ReplayOfACapturedStepEqualsEager) {
     EXPECT_EQ(a, b) << i;
   }
   expect_equal(captured.weights(), eager.weights(), "captured");
+}
+
+// A replay uses memory that ranks share, on a stream that the context does not know of.
+TEST(GpuRanks, ContextsMayGoWhileAReplayRuns) {
+  const at::Tensor input = random({8, 64}, 7 + static_cast<std::uint64_t>(rank())).to(world().runtime()->device());
+  std::vector<std::vector<at::Tensor>> weights;
+  for (int round = 0; round < 3; ++round) {
+    std::optional<GpuRun> run;
+    run.emplace(world());
+    std::optional<AdamW> optimizer;
+    optimizer.emplace(*run->context, AdamWOptions{.learning_rate = 1e-2});
+    const auto step = [&] {
+      const auto loss = fsdp::call(run->model, &GpuStackImpl::loss, input);
+      loss.backward();
+      optimizer->step();
+      optimizer->zero_grad();
+      return loss.detach();
+    };
+    for (int i = 0; i < 3; ++i) step();
+    weights.push_back(run->weights());
+    auto graph = std::make_unique<FsdpContext::CapturedStep>(run->context->capture(step));
+    const Stream side = world().runtime()->make_stream("replay");
+    side.enqueue([&] {
+      world().runtime()->kernels()->spin(rank() % 2 * 5'000'000, 1);
+      for (int i = 0; i < 20; ++i) graph->replay();
+    });
+    optimizer.reset();
+    graph.reset();
+    run.reset();
+  }
+  expect_equal(weights[1], weights[0], "after replays that were not waited for");
+  expect_equal(weights[2], weights[0], "after replays that were not waited for");
 }
 
 // --- Scenarios, each a run of its own ---

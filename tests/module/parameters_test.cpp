@@ -3,7 +3,10 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
+#include <ATen/ops/tensor.h>
+#include <gmock/gmock.h>
 #include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
@@ -32,10 +35,20 @@ struct AdaptersImpl : torch::nn::Module {
     register_module("layers", layers);
   }
   at::Tensor forward(at::Tensor x) {
-    for (auto& layer : *layers) x = layer->as<fsdp::Hooked<AdapterImpl>>()->forward(x).tanh();
+    for (std::size_t i = 0; i < layers->size(); ++i) {
+      auto* adapter = (*layers)[i]->as<fsdp::Hooked<AdapterImpl>>();
+      const auto run = [adapter](at::Tensor y) { return adapter->forward(y).tanh(); };
+      if (static_cast<int>(i) == beside)
+        x = x + run(detaches ? x.detach() : x) * 0.5;
+      else
+        x = recomputes ? fsdp::recompute(run, x) : run(x);
+    }
     return x;
   }
   torch::nn::ModuleList layers;
+  bool recomputes = false;
+  int beside = -1;  // layer whose result is added to its input, and not in place of it
+  bool detaches = false;
 };
 FSDP_MODULE(Adapters);
 
@@ -139,6 +152,108 @@ TEST(Parameters, AFrozenBaseIsGatheredOnceAMicrobatchOrOnceAStep) {
     ASSERT_FALSE(kept.empty());
     for (std::size_t i = 0; i < kept.size(); ++i) EXPECT_TRUE(at::equal(kept[i], dropped[i]));
   }
+}
+
+// Kept frozen units behind one that trains: also when each is run again in backward.
+TEST(Parameters, FrozenUnitsThatStayDoSoUnderRecomputation) {
+  constexpr int kDepth = 5, kMicrobatches = 3;
+  for (const bool recomputes : {false, true}) {
+    run_ranks(2, [&](World world) {
+      auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}));
+      auto model = filled(Adapters(kDepth, 6, kDepth));  // the first one trains
+      model->recomputes = recomputes;
+      UnitOptions unit;
+      unit.reshard = Reshard::never;
+      shard_adapters(*context, model, unit);
+      for (int micro = 0; micro < kMicrobatches; ++micro) {
+        auto scope = context->microbatch({.is_last = micro + 1 == kMicrobatches});
+        model->forward(random({3, 6}, static_cast<std::uint64_t>(micro))).sum().backward();
+      }
+      // The first one goes after its backward, the others after the last microbatch's.
+      EXPECT_EQ(context->counters().unshards, kDepth - 1 + kMicrobatches) << recomputes;
+    });
+  }
+}
+
+// A frozen unit in the middle that gets an input without gradients on one rank: gathers keep their order on all.
+TEST(Parameters, RanksWhoseInputsRequireOtherGradientsGatherInOneOrder) {
+  for (const auto& prefetch : {Prefetch::depth(1), Prefetch::depth(2)}) {
+    run_ranks(2, [&](World world) {
+      auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}), {.prefetch = prefetch});
+      auto model = filled(Adapters(4, 6, 1));
+      for (auto& parameter : (*model->layers)[2]->parameters()) parameter.set_requires_grad(false);
+      shard_adapters(*context, model);
+      model->beside = 2;
+      model->detaches = world.rank().value() == 1;
+      for (int step = 0; step < 2; ++step) {
+        model->forward(random({3, 6}, 1)).sum().backward();
+        context->weights_changed();
+      }
+    });
+  }
+}
+
+// --- Weights that backward does not read ---
+
+using HookedEmbedding = fsdp::Hooked<torch::nn::EmbeddingImpl>;
+
+struct EmbeddedImpl : torch::nn::Module {
+  EmbeddedImpl()
+      : table(register_module("table", std::make_shared<HookedEmbedding>(7, 6))),
+        first(register_module("first", Adapter(6))),
+        second(register_module("second", Adapter(6))) {}
+  at::Tensor forward(at::Tensor tokens) { return second->forward(first->forward(table->forward(tokens)).tanh()); }
+  std::shared_ptr<HookedEmbedding> table;
+  Adapter first, second;
+};
+FSDP_MODULE(Embedded);
+
+at::Tensor tokens_of(int rank) { return at::tensor({0, 3, 6, 3, rank}, at::kLong); }
+
+TEST(Parameters, AnEmbeddingIsGatheredForForwardOnly) {
+  UnshardedCase<Embedded> c;
+  c.make = [] { return filled(Embedded()); };
+  c.shard = [](FsdpContext& context, Embedded& model) {
+    for (const ModuleRef& unit : {ModuleRef(model->table), ModuleRef(model->first), ModuleRef(model->second)})
+      context.fully_shard(unit);
+    context.fully_shard(model);
+  };
+  c.run_backward = [](Embedded& model, int rank) { model->forward(tokens_of(rank)).sum().backward(); };
+  expect_equals_unsharded(c, {2});
+  for (const auto& prefetch : {Prefetch::none(), Prefetch::depth(1), Prefetch::recorded(2)}) {
+    for (const auto skipped : {SkippedUnits::error, SkippedUnits::participate}) {
+      if (skipped == SkippedUnits::participate && prefetch.kind == Prefetch::Kind::recorded) continue;  // refused
+      run_ranks(2, [&](World world) {
+        auto context =
+            FsdpContext::create(DeviceMesh(world, {{"dp", 2}}), {.prefetch = prefetch, .skipped_units = skipped});
+        auto model = c.make();
+        c.shard(*context, model);
+        for (int step = 1; step <= 3; ++step) {
+          model->forward(tokens_of(0)).sum().backward();
+          context->weights_changed();
+          EXPECT_EQ(context->counters().unshards, 4 * step);  // the table, the first adapter twice, the last once
+          EXPECT_EQ(context->counters().reductions, 3 * step);
+        }
+      });
+    }
+  }
+}
+
+TEST(Parameters, BackwardsThatReadWeightsAllTheSameAreRefused) {
+  run_ranks(2, [](World world) {
+    auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}));
+    auto model = filled(Adapters(3, 6, 1));
+    UnitOptions unit;
+    unit.backward_reads_weights = false;
+    shard_adapters(*context, model, unit);
+    try {
+      model->forward(random({3, 6}, 1).requires_grad_()).sum().backward();
+      ADD_FAILURE() << "weights that were not gathered were used";
+    } catch (const std::exception& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("was read while it is sharded"));
+    }
+    context->reset();
+  });
 }
 
 TEST(Parameters, UnfrozenLaterEqualsNeverFrozen) {

@@ -42,10 +42,7 @@ std::unique_ptr<MappedInbox> MappedInbox::create(Bytes largest_share, Kernels& k
         FSDP_CUDA_CHECK(cudaStreamSynchronize(stream));
         inbox->meeting_.emplace(kernels, group.rank, std::move(flags));
       });
-  good = good && all_manage(group, why, [&] {
-           inbox->meeting_->meet(stream);
-           FSDP_CUDA_CHECK(cudaStreamSynchronize(stream));
-         });
+  good = good && inbox->meeting_->rehearse(group, why);
   return good ? std::move(inbox) : nullptr;
 }
 

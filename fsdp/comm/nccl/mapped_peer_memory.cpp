@@ -33,6 +33,7 @@ std::shared_ptr<MappedPeerMemory> MappedPeerMemory::create(const std::vector<Pee
            memory->meeting_.emplace(kernels, group.rank, std::move(flags));
            memory->touch_peers();
          });
+  good = good && memory->meeting_->rehearse(group, why);
   return good ? memory : nullptr;
 }
 

@@ -1,10 +1,12 @@
 #include "fsdp/comm/nccl/stream_meeting.h"
 
+#include <c10/cuda/CUDAStream.h>
 #include <cuda.h>
 
 #include <array>
 
 #include "fsdp/base/check.h"
+#include "fsdp/runtime/cuda/cuda_check.h"
 #include "fsdp/runtime/cuda/driver_function.h"
 #include "fsdp/runtime/cuda/is_recorded.h"
 
@@ -19,7 +21,14 @@ static_assert(kSetBytes == Meeting::kMost * sizeof(std::uint32_t) && StreamMeeti
 
 struct Driver {
   decltype(&cuStreamBatchMemOp) batch;
-  Driver() { find_driver_function("cuStreamBatchMemOp", batch); }
+  unsigned wait = CU_STREAM_WAIT_VALUE_GEQ;  // of the difference, so counts may wrap
+  Driver() {
+    find_driver_function("cuStreamBatchMemOp", batch);
+    int device = 0, flushes = 0;
+    FSDP_CUDA_CHECK(cudaGetDevice(&device));
+    FSDP_CUDA_CHECK(cudaDeviceGetAttribute(&flushes, cudaDevAttrCanFlushRemoteWrites, device));
+    if (flushes != 0) wait |= CU_STREAM_WAIT_VALUE_FLUSH;  // peers' copies before their flags, on links that reorder
+  }
 };
 
 const Driver& driver() {
@@ -65,10 +74,22 @@ void StreamMeeting::meet(cudaStream_t stream) {
     wait.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
     wait.address = address_of(flags(rank_, kOfStreams) + peer);
     wait.value = meetings_;
-    wait.flags = CU_STREAM_WAIT_VALUE_GEQ;  // of the difference, so counts may wrap
+    wait.flags = driver().wait;
   }
   FSDP_CHECK(driver().batch(stream, count, operations.data(), 0) == CUDA_SUCCESS, Error,
              "CUDA: a stream could not wait for values of other ranks (cuStreamBatchMemOp)");
+}
+
+bool StreamMeeting::rehearse(const PeerGroup& group, std::string& why) {
+  const cudaStream_t stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/true).stream();
+  if (!all_manage(group, why, [&] { meet(stream); })) {
+    // Those who came wait for one that did not: let them go.
+    const cudaStream_t other = c10::cuda::getStreamFromPool(/*isHighPriority=*/true).stream();
+    FSDP_CUDA_CHECK(cudaMemsetAsync(flags(rank_, kOfStreams), 0x3f, kSetBytes, other));
+    for (const cudaStream_t each : {other, stream}) FSDP_CUDA_CHECK(cudaStreamSynchronize(each));
+    return false;
+  }
+  return all_manage(group, why, [&] { FSDP_CUDA_CHECK(cudaStreamSynchronize(stream)); });
 }
 
 }  // namespace fsdp

@@ -139,6 +139,7 @@ class CudaKernels final : public Kernels {
 
   void sum_of_parts(const SumOfParts& a) override {
     if (a.count == 0) return;
+    FSDP_INVARIANT(a.dtype != c10::kDouble && a.destination_dtype != c10::kDouble);
     SumOfParts s = a;
     int destination_dtype = code(a.destination_dtype), dtype = code(a.dtype), overwrite = a.overwrite;
     float divisor = static_cast<float>(a.divisor), inverse = exact_inverse(divisor);

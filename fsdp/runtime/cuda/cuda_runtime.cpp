@@ -71,6 +71,7 @@ class CudaRuntime final : public Runtime {
     if (size == Bytes(0)) return;
     FSDP_CUDA_CHECK(cudaMemsetAsync(data, 0, static_cast<std::size_t>(size.value()), raw(stream)));
   }
+  void synchronize() override { FSDP_CUDA_CHECK(cudaDeviceSynchronize()); }
   [[nodiscard]] Kernels* kernels() override { return kernels_.get(); }
   [[nodiscard]] trace::Nanoseconds blocked_time() const override { return 0; }  // profile instead (device_profile.h)
 
