@@ -37,6 +37,8 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
   }  // module path from its root; "<root>" for a root
   [[nodiscard]] int index() const { return index_; }
   [[nodiscard]] const UnitOptions& options() const { return options_; }
+  // UnitOptions::backward_reads_weights, or its default for these modules.
+  [[nodiscard]] bool backward_reads_weights() const { return backward_reads_weights_; }
   [[nodiscard]] const std::vector<std::unique_ptr<FsdpParameterGroup>>& groups() const { return groups_; }
   [[nodiscard]] bool gathered() const { return gathered_; }               // or on its way
   [[nodiscard]] bool ready() const;                                       // gathered with the weights of this step

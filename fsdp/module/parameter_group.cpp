@@ -290,8 +290,9 @@ void FsdpParameterGroup::set_names(const std::vector<std::string>& prefixes) {
   released_message_ = fmt::format(
       "a weight of unit \"{}\" was read while it is {} (its parameters: {}). Run the unit through its "
       "wrapped type, not through a pointer to the base type; run other methods with fsdp::call; read "
-      "weights inside context->unshard_scope(unit)",
-      unit_.name(), releasable_ ? "sharded" : "not current", names);
+      "weights inside context->unshard_scope(unit){}",
+      unit_.name(), releasable_ ? "sharded" : "not current", names,
+      unit_.backward_reads_weights() ? "" : "; if its backward reads them, set UnitOptions::backward_reads_weights");
   explain_release({});
 }
 
