@@ -10,6 +10,8 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
+#include <chrono>
+
 #include "tests/support/equals_unsharded.h"
 
 namespace fsdp::testing {
@@ -178,18 +180,20 @@ TEST(Parameters, FrozenUnitsThatStayDoSoUnderRecomputation) {
 // A frozen unit in the middle that gets an input without gradients on one rank: gathers keep their order on all.
 TEST(Parameters, RanksWhoseInputsRequireOtherGradientsGatherInOneOrder) {
   for (const auto& prefetch : {Prefetch::depth(1), Prefetch::depth(2)}) {
-    run_ranks(2, [&](World world) {
-      auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}), {.prefetch = prefetch});
-      auto model = filled(Adapters(4, 6, 1));
-      for (auto& parameter : (*model->layers)[2]->parameters()) parameter.set_requires_grad(false);
-      shard_adapters(*context, model);
-      model->beside = 2;
-      model->detaches = world.rank().value() == 1;
-      for (int step = 0; step < 2; ++step) {
-        model->forward(random({3, 6}, 1)).sum().backward();
-        context->weights_changed();
-      }
-    });
+    run_ranks(2,
+              [&](World world) {
+                auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}), {.prefetch = prefetch});
+                auto model = filled(Adapters(4, 6, 1));
+                for (auto& parameter : (*model->layers)[2]->parameters()) parameter.set_requires_grad(false);
+                shard_adapters(*context, model);
+                model->beside = 2;
+                model->detaches = world.rank().value() == 1;
+                for (int step = 0; step < 2; ++step) {
+                  model->forward(random({3, 6}, 1)).sum().backward();
+                  context->weights_changed();
+                }
+              },
+              {.deadline = std::chrono::seconds(20)});  // ranks in different orders would wait for each other
   }
 }
 
