@@ -66,7 +66,7 @@ bool Scheduler::stays_over_microbatches(const FsdpModule& unit) const {
 
 bool Scheduler::keep_after_forward(FsdpModule& unit, bool backward_expected) {
   if (stays_over_microbatches(unit)) return true;
-  if (!backward_expected) return false;
+  if (!backward_expected || !reads_weights(unit, Phase::backward)) return false;
   if (unit.index() == last_owner_ && options_.keep_last) return true;
   switch (unit.options().reshard) {
     case Reshard::automatic:

@@ -36,7 +36,8 @@ struct MixedPrecisionPolicy {
 enum class Reshard : std::uint8_t {
   automatic,      // drop, except for roots, whose backward starts as their forward ends
   after_forward,  // drop
-  never,          // keep until backward; a unit without trainable parameters until the step's last microbatch
+  never,          // keep until backward; a unit without trainable parameters, in a root that trains, until the step's
+                  // last microbatch
   by_budget,      // keep while ContextOptions::keep_budget allows
 };
 
@@ -51,7 +52,8 @@ struct UnitOptions {
   std::vector<std::string> partitioned_axes = {};
   Reshard reshard = Reshard::automatic;
   // Whether the unit's backward reads its weights. false: it is not gathered for it, and what reads them all the same
-  // throws. Default: true, except for units of nothing but torch::nn::Embedding.
+  // throws. Default: true, except for units of nothing but torch::nn::Embedding. Under SkippedUnits::participate
+  // always.
   std::optional<bool> backward_reads_weights = {};
   // Parameters of at most so many elements stay whole on every rank; their gradients are summed by an all-reduce. Saves
   // nothing but launches: for units of tiny parameters only.

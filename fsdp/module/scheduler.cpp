@@ -125,9 +125,12 @@ void Scheduler::follow_requires_grad() {
       unit->trainable_count_ += group->expected_arrivals();
     }
   }
+  // A root with nested units stands before them in the order and computes around them: it does not count.
   first_trainable_ = 0;
-  for (int index : forward_order_) {
-    if (units_[index]->trainable_count_ > 0) break;
+  for (std::size_t i = 0; i < forward_order_.size(); ++i) {
+    const int index = forward_order_[i];
+    const bool outer = parent_[index] < 0 && i + 1 < forward_order_.size() && parent_[forward_order_[i + 1]] == index;
+    if (units_[index]->trainable_count_ > 0 && !outer) break;
     ++first_trainable_;
   }
 }
@@ -304,7 +307,9 @@ bool Scheduler::has_no_backward(const FsdpModule& unit) const {
 }
 
 bool Scheduler::reads_weights(const FsdpModule& unit, std::optional<Phase> phase) {
-  return phase != Phase::backward || unit.backward_reads_weights_ || !unit.lenders_.empty();
+  if (phase != Phase::backward || unit.backward_reads_weights_ || !unit.lenders_.empty()) return true;
+  // Ranks that skip the unit cannot know whether others recompute it, for which they gather it.
+  return unit.scheduler_.options_.skipped_units == SkippedUnits::participate;
 }
 
 // The current stream may read the unit's weights from here on. The next gather is issued before anything computes and

@@ -5,9 +5,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <typeinfo>
 
 #include "fsdp/base/check.h"
 #include "fsdp/module/hook_target.h"
+#include "fsdp/module/hooked.h"
 #include "fsdp/module/unit_plan.h"
 
 namespace fsdp {
@@ -18,6 +20,12 @@ Strategy left_replicated(const Strategy& strategy) {
   Strategy whole = ddp(strategy.axes);
   whole.name = strategy.name + ", small ones replicated";
   return whole;
+}
+
+// A type derived from it by a user may read its weight in ways of its own.
+bool is_plain_embedding(const torch::nn::Module& module) {
+  return typeid(module) == typeid(Hooked<torch::nn::EmbeddingImpl>) ||
+         typeid(module) == typeid(torch::nn::EmbeddingImpl);
 }
 
 }  // namespace
@@ -63,8 +71,8 @@ FsdpModule& Scheduler::add_unit(std::vector<std::shared_ptr<torch::nn::Module>> 
 
   const int index = static_cast<int>(units_.size());
   auto unit = std::make_shared<FsdpModule>(*this, index, modules, options);
-  unit->backward_reads_weights_ = options.backward_reads_weights.value_or(!std::all_of(
-      modules.begin(), modules.end(), [](const auto& m) { return dynamic_cast<torch::nn::EmbeddingImpl*>(m.get()); }));
+  unit->backward_reads_weights_ = options.backward_reads_weights.value_or(
+      !std::all_of(modules.begin(), modules.end(), [](const auto& module) { return is_plain_embedding(*module); }));
   for (GroupPlan& group : plan.groups) {
     std::vector<const void*> impls;
     for (const auto& info : group.parameters) {

@@ -42,9 +42,11 @@ struct AdaptersImpl : torch::nn::Module {
       else
         x = recomputes ? fsdp::recompute(run, x) : run(x);
     }
+    if (gain.defined()) x = x * gain;
     return x;
   }
   torch::nn::ModuleList layers;
+  at::Tensor gain;  // of the root itself; may be undefined
   bool recomputes = false;
   int beside = -1;  // layer whose result is added to its input, and not in place of it
   bool detaches = false;
@@ -112,7 +114,7 @@ TEST(Frozen, UnitsWithoutTrainableWeightsDropThemDuringBackward) {
 // No backward passes through the units before the first one that trains.
 TEST(Frozen, AFrozenBaseIsGatheredOnceAMicrobatchOrOnceAStep) {
   constexpr int kDepth = 4, kMicrobatches = 3;
-  const auto gathers = [&](Reshard reshard, Prefetch prefetch, std::vector<at::Tensor>& gradients) {
+  const auto gathers = [&](Reshard reshard, Prefetch prefetch, bool root_trains, std::vector<at::Tensor>& gradients) {
     std::int64_t seen = 0;
     run_ranks(2, [&](World world) {
       ContextOptions options;
@@ -123,6 +125,7 @@ TEST(Frozen, AFrozenBaseIsGatheredOnceAMicrobatchOrOnceAStep) {
         for (auto& parameter : (*model->layers)[static_cast<std::size_t>(i)]->parameters())
           parameter.set_requires_grad(false);
       }
+      if (root_trains) model->gain = model->register_parameter("gain", at::ones({6}));
       UnitOptions unit;
       unit.reshard = reshard;
       shard_adapters(*context, model, unit);
@@ -145,8 +148,11 @@ TEST(Frozen, AFrozenBaseIsGatheredOnceAMicrobatchOrOnceAStep) {
   };
   for (const auto& prefetch : {Prefetch::none(), Prefetch::depth(1), Prefetch::depth(2), Prefetch::recorded()}) {
     std::vector<at::Tensor> dropped, kept;
-    EXPECT_EQ(gathers(Reshard::after_forward, prefetch, dropped), kDepth * kMicrobatches);
-    EXPECT_EQ(gathers(Reshard::never, prefetch, kept), kDepth - 1 + kMicrobatches);
+    EXPECT_EQ(gathers(Reshard::after_forward, prefetch, false, dropped), kDepth * kMicrobatches);
+    EXPECT_EQ(gathers(Reshard::never, prefetch, false, kept), kDepth - 1 + kMicrobatches);
+    // The root too, once a microbatch and, dropped after its forward, twice.
+    std::vector<at::Tensor> ignored;
+    EXPECT_EQ(gathers(Reshard::never, prefetch, true, ignored), kDepth - 1 + 2 * kMicrobatches);
     ASSERT_EQ(dropped.size(), kept.size());
     ASSERT_FALSE(kept.empty());
     for (std::size_t i = 0; i < kept.size(); ++i) EXPECT_TRUE(at::equal(kept[i], dropped[i]));
@@ -268,6 +274,23 @@ struct EmbeddedImpl : torch::nn::Module {
 };
 FSDP_MODULE(Embedded);
 
+struct TwoTablesImpl : torch::nn::Module {
+  explicit TwoTablesImpl(bool both)
+      : table(register_module("table", std::make_shared<HookedEmbedding>(7, 6))),
+        other(register_module("other", std::make_shared<HookedEmbedding>(7, 6))),
+        last(register_module("last", Adapter(6))),
+        both(both) {}
+  at::Tensor forward(at::Tensor tokens) {
+    at::Tensor x = table->forward(tokens);
+    if (both) x = x + fsdp::recompute([this](at::Tensor t) { return other->forward(t); }, tokens);
+    return last->forward(x);
+  }
+  std::shared_ptr<HookedEmbedding> table, other;
+  Adapter last;
+  bool both;
+};
+FSDP_MODULE(TwoTables);
+
 at::Tensor tokens_of(int rank) { return at::tensor({0, 3, 6, 3, rank}, at::kLong); }
 
 TEST(Embeddings, AnEmbeddingIsGatheredForForwardOnly) {
@@ -288,15 +311,57 @@ TEST(Embeddings, AnEmbeddingIsGatheredForForwardOnly) {
             FsdpContext::create(DeviceMesh(world, {{"dp", 2}}), {.prefetch = prefetch, .skipped_units = skipped});
         auto model = c.make();
         c.shard(*context, model);
+        // The table, the first adapter twice, the last once; and the table again where others might recompute it.
+        const int gathers = skipped == SkippedUnits::error ? 4 : 5;
         for (int step = 1; step <= 3; ++step) {
           model->forward(tokens_of(0)).sum().backward();
           context->weights_changed();
-          EXPECT_EQ(context->counters().unshards, 4 * step);  // the table, the first adapter twice, the last once
+          EXPECT_EQ(context->counters().unshards, gathers * step);
           EXPECT_EQ(context->counters().reductions, 3 * step);
         }
       });
     }
   }
+}
+
+// One rank recomputes an embedding that the other skips: it gathers it in backward, and the other takes part.
+TEST(Embeddings, RecomputedOnOneRankAndSkippedOnAnother) {
+  for (const auto& prefetch : {Prefetch::none(), Prefetch::depth(1)}) {
+    run_ranks(2,
+              [&](World world) {
+                auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}),
+                                                   {.prefetch = prefetch, .skipped_units = SkippedUnits::participate});
+                auto model = filled(TwoTables(world.rank().value() == 0));
+                for (const ModuleRef& unit : {ModuleRef(model->table), ModuleRef(model->other), ModuleRef(model->last)})
+                  context->fully_shard(unit);
+                context->fully_shard(model);
+                for (int step = 0; step < 3; ++step) {
+                  model->forward(tokens_of(0)).sum().backward();
+                  context->weights_changed();
+                }
+                EXPECT_EQ(context->memory_report().gathered, Bytes(0));
+              },
+              {.deadline = std::chrono::seconds(20)});
+  }
+}
+
+// A type of the user's own may read its weight in backward.
+struct ScaledEmbeddingImpl : torch::nn::EmbeddingImpl {
+  ScaledEmbeddingImpl() : torch::nn::EmbeddingImpl(7, 6) {}
+  at::Tensor forward(at::Tensor tokens) { return torch::nn::EmbeddingImpl::forward(tokens) * weight.sum(); }
+};
+
+TEST(Embeddings, TypesDerivedFromThemAreGatheredForBackward) {
+  run_ranks(2, [](World world) {
+    auto context =
+        FsdpContext::create(DeviceMesh(world, {{"dp", 2}}), {.prefetch = Prefetch::none(), .keep_last = false});
+    UnitOptions unit;
+    unit.reshard = Reshard::after_forward;
+    auto table = std::make_shared<fsdp::Hooked<ScaledEmbeddingImpl>>();
+    context->fully_shard(table, unit);
+    table->forward(tokens_of(0)).sum().backward();
+    EXPECT_EQ(context->counters().unshards, 2);
+  });
 }
 
 TEST(Embeddings, BackwardsThatReadWeightsAllTheSameAreRefused) {
