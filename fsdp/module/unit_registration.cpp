@@ -28,6 +28,20 @@ bool is_plain_embedding(const torch::nn::Module& module) {
          typeid(module) == typeid(torch::nn::EmbeddingImpl);
 }
 
+// Such a forward rescales rows of the weight in place: of the gathered copy, which the shards never see.
+void refuse_renormalization(const torch::nn::Module& module) {
+  const auto refuse = [&](const std::optional<double>& max_norm, const std::string& name) {
+    FSDP_CHECK(!max_norm, UsageError,
+               "fully_shard: {} has max_norm = {}, which changes its weight inside forward: that cannot be sharded; "
+               "rescale the leaves after the optimizer step instead",
+               name, *max_norm);
+  };
+  for (const auto& child : module.modules()) {
+    if (const auto* embedding = child->as<torch::nn::Embedding>()) refuse(embedding->options.max_norm(), child->name());
+    if (const auto* bag = child->as<torch::nn::EmbeddingBag>()) refuse(bag->options.max_norm(), child->name());
+  }
+}
+
 }  // namespace
 
 FsdpModule& Scheduler::add_unit(std::vector<std::shared_ptr<torch::nn::Module>> modules, const UnitOptions& options) {
@@ -66,6 +80,7 @@ FsdpModule& Scheduler::add_unit(std::vector<std::shared_ptr<torch::nn::Module>> 
                "fsdp::Hooked, or set register_hooks = false and drive the unit yourself",
                module->name());
   }
+  for (const auto& module : modules) refuse_renormalization(*module);
   UnitPlan plan{modules, options};
   plan_parameters(plan);
 

@@ -364,6 +364,19 @@ TEST(Embeddings, TypesDerivedFromThemAreGatheredForBackward) {
   });
 }
 
+TEST(Embeddings, RenormalizationInForwardIsRefused) {
+  run_ranks(2, [](World world) {
+    auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}));
+    const auto table = std::make_shared<HookedEmbedding>(torch::nn::EmbeddingOptions(7, 6).max_norm(1.0));
+    try {
+      context->fully_shard(table);
+      ADD_FAILURE() << "was accepted";
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("max_norm = 1"));
+    }
+  });
+}
+
 TEST(Embeddings, BackwardsThatReadWeightsAllTheSameAreRefused) {
   run_ranks(2, [](World world) {
     auto context = FsdpContext::create(DeviceMesh(world, {{"dp", 2}}));
