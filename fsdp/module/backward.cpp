@@ -144,11 +144,6 @@ void Scheduler::nested_backward_ended(int depth) {
   }
 }
 
-bool Scheduler::keep_for_next_microbatch(const FsdpModule& unit) const {
-  const bool first = options_.keep_first && unit.index() == first_owner_;
-  return (first && !microbatch_.is_last) || stays_over_microbatches(unit);
-}
-
 // Weights stay: they may be needed for the gradients of inputs, frozen ones above all.
 void Scheduler::window_completed(FsdpModule& unit) {
   if (owes_prefetch_ == &unit) pay_prefetch();  // before the reduction, on every rank

@@ -64,6 +64,11 @@ bool Scheduler::stays_over_microbatches(const FsdpModule& unit) const {
   return unit.options().reshard == Reshard::never && unit.trainable_count_ == 0 && !microbatch_.is_last;
 }
 
+bool Scheduler::keep_for_next_microbatch(const FsdpModule& unit) const {
+  const bool first = options_.keep_first && unit.index() == first_owner_;
+  return (first && !microbatch_.is_last) || stays_over_microbatches(unit);
+}
+
 bool Scheduler::keep_after_forward(FsdpModule& unit, bool backward_expected) {
   if (stays_over_microbatches(unit)) return true;
   if (!backward_expected || !reads_weights(unit, Phase::backward)) return false;

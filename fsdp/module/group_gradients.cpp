@@ -243,7 +243,7 @@ void FsdpParameterGroup::reduce(const Stream& stream, BufferPool& slots, BufferP
 }
 
 void FsdpParameterGroup::reduce_to_main_gradient(const DBuffer& sums, const Stream& stream, const char* label) {
-  if (inboxes_.empty()) {
+  if (inboxes_.empty()) {  // the reduction need not wait for the memory that its result is added to
     const ElementRange range = reduce_in_place(sums, reduced_placements_, stream, label).range;
     FSDP_INVARIANT(range == main_weight_.range());
     const bool overwrite = prepare_main_gradient(stream);

@@ -25,7 +25,7 @@ void Scheduler::catch_up(Phase phase, int next) {
   for (int& position = passed_[p]; position < end; ++position) {
     FsdpModule& unit = *units_[order[position]];
     if (unit.ran_[p]) continue;
-    if (position >= gathered_up_to_[p] && !current(unit) && reads_weights(unit, phase)) issue_gather(unit);
+    if (position >= gathered_up_to_[p] && !current(unit)) issue_gather(unit);
     gathered_up_to_[p] = std::max(gathered_up_to_[p], position + 1);
     if (next >= 0 && encloses(unit, *units_[next])) continue;  // its turn is still to come
     prefetch_after(unit, phase);  // what follows, in the order in which a rank that ran it issues it
