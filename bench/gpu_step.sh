@@ -8,7 +8,7 @@ python=${PYTHON:-python3}
 run() { "$python" bench/peers/gpu_step.py "$fsdp" "$@" 2> >(grep -v Warning >&2); }
 for shape in ${@:-A B C D E}; do
   case $shape in
-    A | B | C) run --shape $shape --rounds 12 --modes local,graph,fsdp2,ours:bare,ours:control,ours:sharded,ours:sharded+graph ;;
+    A | B | C) run --shape $shape --rounds 12 --modes local,graph,fsdp2,fsdp2-compiled,ours:bare,ours:control,ours:sharded,ours:sharded+graph ;;
     D) run --shape D --rounds 7 --modes local,fsdp2,ours:sharded ;;
     E) run --shape E --rounds 5 --modes local,ours:sharded
        run --shape E --rounds 5 --modes fsdp2,ours:sharded ;;

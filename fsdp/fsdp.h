@@ -3,6 +3,7 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
+#include "fsdp/checkpoint/checkpoint.h"
 #include "fsdp/mesh/device_mesh.h"
 #include "fsdp/mesh/launch.h"
 #include "fsdp/mesh/rank_generator.h"

@@ -10,19 +10,15 @@ void BenchCommand::add_to(CLI::App& app) {
 
   step_ = command_->add_subcommand("step", "Time, host time and memory of a step, sharded and not");
   step_->add_option("--shape", step.shape, "A to E, or layers,width,tokens,ffn");
-  step_->add_option("--modes", step.modes, "bare, sharded, control; each with +graph at will")->delimiter(',');
+  step_
+      ->add_option("--modes", step.modes,
+                   "bare, sharded or control, then +graph, +late, +keep=GIB, +kernel, +nccl, +rings")
+      ->delimiter(',');
   step_->add_option("--ranks", step.ranks, "Ranks of the loopback")->check(CLI::Range(1, 4096));
   step_->add_option("--rounds", step.rounds)->check(CLI::Range(1, 100000));
   step_->add_option("--depth", step.depth, "Units gathered ahead")->check(CLI::Range(0, 64));
   step_->add_flag("--link", step.link, "The loopback takes the time of a link");
-  step_->add_flag("--late", step.late, "The first prefetch of backward waits for half of the first unit's gradients");
   step_->add_flag("--nccl", step.nccl, "Real ranks, one a GPU, instead of a loopback");
-  step_->add_option("--symmetric", step.symmetric, "With --nccl: registered memory, true or false");
-  step_->add_option("--one-sided", step.one_sided, "With --nccl: gathers read the peers' shares, true or false");
-  step_->add_option("--reducer", step.reducer, "With --nccl: copy_engine or kernel")
-      ->check(CLI::IsMember({"copy_engine", "kernel"}));
-  step_->add_option("--keep-gib", step.keep_gib, "Units stay gathered until backward within so many GiB")
-      ->check(CLI::Range(0.0, 1000.0));
   step_->add_flag("--serve", step.serve, "Run the mode named on each line of the input");
 
   host_ = command_->add_subcommand("host", "Host time that sharding adds to a unit");
@@ -78,6 +74,8 @@ void BenchCommand::add_to(CLI::App& app) {
   train_->add_option("--sequences", train.sequences)->check(CLI::Range(1, 4096));
   train_->add_option("--context", train.context)->check(CLI::Range(16, 1 << 20));
   train_->add_option("--rounds", train.rounds)->check(CLI::Range(1, 100000));
+  train_->add_option("--ranks", train.ranks, "Ranks of a loopback, or of --nccl")->check(CLI::Range(1, 4096));
+  train_->add_flag("--nccl", train.nccl, "Real ranks, one a GPU, instead of a loopback");
 }
 
 bool BenchCommand::parsed() const { return command_ != nullptr && command_->parsed(); }

@@ -6,12 +6,14 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <iostream>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
+#include <string_view>
 
 #include "apps/fsdp/bench_model.h"
 #include "apps/fsdp/console.h"
@@ -79,6 +81,43 @@ std::vector<int> all_ranks(int count) {
   return ranks;
 }
 
+// A name of --modes, taken apart.
+struct Variant {
+  bool sharded = false, control = false;
+  bool graph = false, late = false, kernel = false, nccl = false, rings = false;
+  double keep_gib = 0;
+};
+
+Variant variant_of(const std::string& name) {
+  std::istringstream words(name);
+  std::string word;
+  std::getline(words, word, '+');
+  Variant v{.sharded = word == "sharded", .control = word == "control"};
+  bool good = v.sharded || v.control || word == "bare";
+  const std::map<std::string, bool*> flags{
+      {"graph", &v.graph}, {"late", &v.late}, {"kernel", &v.kernel}, {"nccl", &v.nccl}, {"rings", &v.rings}};
+  constexpr std::string_view kKeep = "keep=";
+  while (std::getline(words, word, '+')) {
+    const auto flag = flags.find(word);
+    if (flag != flags.end()) {
+      *flag->second = true;
+    } else if (word.starts_with(kKeep)) {
+      const auto text = word.substr(kKeep.size());
+      char* end = nullptr;
+      v.keep_gib = std::strtod(text.c_str(), &end);
+      good = good && !text.empty() && *end == '\0' && v.keep_gib > 0 && v.keep_gib < 1000;
+    } else {
+      good = false;
+    }
+    good = good && (v.sharded || word == "graph");  // the others are about sharding
+  }
+  FSDP_CHECK(good, UsageError,
+             "--modes: expected bare, sharded or control, then +graph, and of sharded ones +late, +keep=GIB, +kernel, "
+             "+nccl or +rings; got \"{}\"",
+             name);
+  return v;
+}
+
 // One way to run the step.
 class Mode {
  public:
@@ -90,29 +129,28 @@ class Mode {
 class StepMode final : public Mode {
  public:
   StepMode(const BenchStepCommand& command, const BenchShape& shape, const std::string& name, const World& world)
-      : world_(world),
-        runtime_(*world_.runtime()),
-        sharded_(name.starts_with("sharded")),
-        graph_(name.ends_with("+graph")) {
+      : world_(world), runtime_(*world_.runtime()) {
+    const Variant variant = variant_of(name);
+    graph_ = variant.graph;
     const auto device = runtime_.device();
     const auto before = runtime_.device_memory().in_use.value();
-    model_ = BenchStack(shape, sharded_, device);
-    if (sharded_) {
+    model_ = BenchStack(shape, /*own_linear=*/variant.sharded, device);
+    if (variant.sharded) {
       ContextOptions options;
       options.prefetch = command.depth == 0 ? Prefetch::none() : Prefetch::depth(command.depth);
-      options.late_first_prefetch = command.late;
-      options.symmetric_memory = command.symmetric;
-      options.one_sided_gathers = command.one_sided;
-      if (command.reducer == "kernel") options.reducer = Reducer::kernel;
+      options.late_first_prefetch = variant.late;
+      options.symmetric_memory = !variant.rings;
+      options.one_sided_gathers = !variant.nccl && !variant.rings;
+      if (variant.kernel || variant.rings) options.reducer = Reducer::kernel;
       UnitOptions unit;
-      if (command.keep_gib > 0) {
+      if (variant.keep_gib > 0) {
         unit.reshard = Reshard::by_budget;
-        options.keep_budget = Bytes(static_cast<std::int64_t>(command.keep_gib * (1 << 30)));
+        options.keep_budget = Bytes(static_cast<std::int64_t>(variant.keep_gib * (1 << 30)));
       }
       context_ = FsdpContext::create(make_mesh(), options);
       shard_bench_stack(*context_, model_, unit);
     }
-    if (name.starts_with("control")) add_copies(shape, command.ranks);
+    if (variant.control) add_copies(shape, command.ranks);
     input_ = bench_input(shape, device);
     one_ = at::ones_like(input_);
     for (int i = 0; i < 3; ++i) step();
@@ -241,7 +279,7 @@ class StepMode final : public Mode {
   Runtime& runtime_;
   Communicator hosts_;
   Clock::duration spent_{};  // on the host, inside the communication backend
-  bool sharded_, graph_;
+  bool graph_ = false;
   BenchStack model_{nullptr};
   std::shared_ptr<FsdpContext> context_;
   at::Tensor input_, one_;
@@ -277,11 +315,6 @@ nlohmann::json description(const BenchStepCommand& command) {
           {"loopback", command.nccl   ? "none: NCCL"
                        : command.link ? "link"
                                       : "copy"},
-          {"symmetric", command.symmetric},
-          {"one_sided", command.one_sided},
-          {"reducer", command.reducer},
-          {"keep_gib", command.keep_gib},
-          {"late_first_prefetch", command.late},
           {"depth", command.depth}};
 }
 
@@ -306,11 +339,7 @@ void serve(const std::function<Mode&(const std::string&)>& find) {
 
 StepMeasurement measure_steps(const BenchStepCommand& command) {
   const BenchShape shape = bench_shape(command.shape);
-  for (const auto& name : command.modes) {
-    const auto base = name.substr(0, name.find('+'));
-    FSDP_CHECK((base == "bare" || base == "sharded" || base == "control") && (name == base || name == base + "+graph"),
-               UsageError, "--modes: expected bare, sharded or control, each with +graph at will; got \"{}\"", name);
-  }
+  for (const auto& name : command.modes) static_cast<void>(variant_of(name));
   if (command.nccl) {
     static_cast<void>(uses_cuda(DeviceKind::cuda));  // says once why it cannot be
     if (const auto code = spawn_ranks(command.ranks)) return {code, {}};

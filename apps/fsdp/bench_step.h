@@ -10,16 +10,19 @@ namespace fsdp::app {
 struct BenchStepCommand {
   std::string shape = "A";
   // bare: the model alone. sharded: ZeRO-3 as rank 0 of `ranks` on a loopback. control: bare, with the same copies on
-  // side streams. A name ends in +graph: each step is one CUDA graph.
+  // side streams. What follows, each after a +:
+  //   graph    each step is one CUDA graph
+  //   late     ContextOptions::late_first_prefetch
+  //   keep=G   units stay gathered until backward while G GiB allow
+  // and between real ranks:
+  //   kernel   reductions are NCCL's kernel (Reducer::kernel) instead of copies
+  //   nccl     gathers are NCCL's (ContextOptions::one_sided_gathers)
+  //   rings    no registered memory (ContextOptions::symmetric_memory): NCCL's rings
   std::vector<std::string> modes{"bare", "sharded"};
   int ranks = 4, rounds = 12, depth = 1;
-  bool link = false;  // the loopback takes the time of a link
-  bool late = false;  // ContextOptions::late_first_prefetch
-  bool nccl = false;  // real ranks, one a GPU, started here; no loopback
-  bool symmetric = true, one_sided = true;
-  std::string reducer = "copy_engine";
-  double keep_gib = 0;  // units stay gathered until backward while so much allows
-  bool serve = false;   // runs the mode named on each line of the input, as often as the number after it says
+  bool link = false;   // the loopback takes the time of a link
+  bool nccl = false;   // real ranks, one a GPU, started here; no loopback
+  bool serve = false;  // runs the mode named on each line of the input, as often as the number after it says
 };
 
 // Medians over the rounds.

@@ -16,11 +16,15 @@
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <optional>
+#include <vector>
 
 #include "apps/fsdp/console.h"
 #include "fsdp/base/check.h"
+#include "fsdp/mesh/cuda_world.h"
 #include "fsdp/mesh/device_mesh.h"
+#include "fsdp/mesh/spawn_ranks.h"
 #include "fsdp/module/call.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/optim/clip_grad_norm.h"
@@ -116,6 +120,12 @@ class Bare final : public TrainMode {
   std::vector<at::Tensor> weights_, main_, gradients_, first_, second_, steps_;
 };
 
+Communicator every_host(const World& world) {
+  std::vector<int> ranks(static_cast<std::size_t>(world.size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return world.host().create_communicator(ranks, "bench");
+}
+
 }  // namespace
 
 int bench_train(const BenchTrainCommand& command) {
@@ -124,7 +134,14 @@ int bench_train(const BenchTrainCommand& command) {
   auto config = models::find_preset(command.preset);
   FSDP_CHECK(config.has_value(), UsageError, "--preset: there is no preset \"{}\"", command.preset);
   config->max_context = std::max(config->max_context, command.context);
-  const World world = World::single({.device = DeviceKind::cuda});
+  if (command.nccl) {
+    static_cast<void>(uses_cuda(DeviceKind::cuda));  // says once why it cannot be
+    if (const auto code = spawn_ranks(command.ranks)) return *code;
+  }
+  const World world = command.nccl        ? World::from_environment({.device = DeviceKind::cuda})
+                      : command.ranks > 1 ? World::loopback({.size = command.ranks})
+                                          : World::single({.device = DeviceKind::cuda});
+  const auto hosts = command.nccl ? every_host(world) : Communicator();
   Runtime& runtime = *world.runtime();
   const auto options = at::TensorOptions().dtype(at::kLong).device(runtime.device());
   const Batch batch{at::randint(config->vocabulary, {command.sequences, command.context}, options),
@@ -160,6 +177,7 @@ int bench_train(const BenchTrainCommand& command) {
     for (const auto& name : command.modes) {
       Mode& mode = modes[name];
       wait();
+      if (command.nccl) hosts.barrier(world.host().runtime()->compute_stream(), "bench");
       const auto start = Clock::now();
       const auto loss = mode.mode->captured ? mode.mode->captured->replay() : mode.mode->step(batch);
       mode.loss = loss.item<double>();  // read each step, as training does
@@ -167,6 +185,7 @@ int bench_train(const BenchTrainCommand& command) {
       mode.times.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
     }
   }
+  if (world.rank() != Rank(0)) return 0;
   const double tokens = static_cast<double>(command.sequences * command.context);
   // Six a weight and token, of products; attention's two products over half the positions, forward and twice backward.
   const double matrix_weights = static_cast<double>(config->parameter_count() -
@@ -180,6 +199,10 @@ int bench_train(const BenchTrainCommand& command) {
     console::print(nlohmann::json{{"bench", "train"},
                                   {"preset", command.preset},
                                   {"mode", name},
+                                  {"ranks", command.ranks},
+                                  {"loopback", command.nccl        ? "none: NCCL"
+                                               : command.ranks > 1 ? "copy"
+                                                                   : "none"},
                                   {"sequences", command.sequences},
                                   {"context", command.context},
                                   {"step_ms", ms},

@@ -1,4 +1,4 @@
-// `fsdp bench train`: a whole training step of a preset on one GPU, with optimizer, sharded over one rank and by hand.
+// `fsdp bench train`: a whole training step of a preset with optimizer, sharded and by hand.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +14,13 @@ struct BenchTrainCommand {
   std::vector<std::string> modes{"bare", "sharded"};
   std::int64_t sequences = 4, context = 4096;
   int rounds = 10;
+  // Ranks of `sharded`: rank 0 of so many on a loopback that copies, or real ranks, one a GPU, started here.
+  int ranks = 1;
+  bool nccl = false;
 };
 
-// Prints one JSON object a mode: step time, tokens a second, model FLOP utilisation of an H200 (989 TFLOP/s in bf16).
+// Prints one JSON object a mode: step time, tokens a second of one rank, model FLOP utilisation of an H200 (989 TFLOP/s
+// in bf16). Every rank has `sequences` of its own.
 int bench_train(const BenchTrainCommand& command);
 
 }  // namespace fsdp::app

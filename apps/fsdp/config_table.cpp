@@ -153,6 +153,19 @@ std::vector<Field> make_fields() {
              1e9),
       number("run.deadline_seconds", "a collective that waits longer for a rank fails, naming it",
              FIELD(run.deadline_seconds), 0.001, 1e6),
+
+      text("checkpoint.folder", "where checkpoints lie, one file system for all ranks; empty: none are written",
+           FIELD(checkpoint.folder)),
+      integer("checkpoint.interval", "steps between checkpoints; 0: only when the run ends or is interrupted",
+              FIELD(checkpoint.interval), 0, kMany),
+      integer("checkpoint.keep", "newest checkpoints that stay; 0: all", FIELD(checkpoint.keep), 0, kMany),
+      flag("checkpoint.resume", "go on from the newest checkpoint in the folder, when there is one",
+           FIELD(checkpoint.resume)),
+      text("checkpoint.weights",
+           "weights that a new run begins with: a checkpoint, a .safetensors file, or a folder with such files",
+           FIELD(checkpoint.weights)),
+      text("checkpoint.weights_format", "names of the weights in it: as here, or as Llama's files have them",
+           FIELD(checkpoint.weights_format), {"own", "llama"}),
   };
 }
 #undef FIELD

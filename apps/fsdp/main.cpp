@@ -5,6 +5,7 @@
 #include <cstdio>
 
 #include "apps/fsdp/bench_command.h"
+#include "apps/fsdp/checkpoint_command.h"
 #include "apps/fsdp/config_table.h"
 #include "apps/fsdp/console.h"
 #include "apps/fsdp/data_command.h"
@@ -41,6 +42,8 @@ int run(int argc, char** argv) {
   data.add_to(app);
   fsdp::app::BenchCommand bench;
   bench.add_to(app);
+  fsdp::app::CheckpointCommand checkpoint;
+  checkpoint.add_to(app);
   auto* info = app.add_subcommand("info", "Print versions and backends");
 
   try {
@@ -56,6 +59,7 @@ int run(int argc, char** argv) {
   }
   if (data.parsed()) return data.run();
   if (bench.parsed()) return bench.run();
+  if (checkpoint.parsed()) return checkpoint.run();
   if (help_config) {
     fsdp::app::console::print(fsdp::app::describe_fields());
     return 0;

@@ -14,11 +14,31 @@ RunLog::RunLog(const std::filesystem::path& path) : path_(path) {
   FSDP_CHECK(file_.good(), UsageError, "--log: cannot write {}", path_.string());
 }
 
-void RunLog::begin() {
+void RunLog::begin(std::int64_t steps) {
   if (path_.empty()) return;
   file_.close();
+  std::string kept;
+  if (steps > 0) {
+    std::ifstream before(path_);
+    for (std::string line; std::getline(before, line);) {
+      const auto object = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+      if (object.is_object() && object.contains("step") && object["step"].is_number_integer() &&
+          object["step"].get<std::int64_t>() <= steps)
+        kept += line + '\n';
+    }
+  }
   file_.open(path_, std::ios::trunc);
+  file_ << kept << std::flush;
   FSDP_CHECK(file_.good(), Error, "--log: cannot write {}", path_.string());
+}
+
+void RunLog::checkpoint(const SavedCheckpoint& saved) {
+  write({{"event", "checkpoint"},
+         {"step", saved.step},
+         {"folder", saved.folder.string()},
+         {"bytes", saved.bytes},
+         {"seconds", saved.seconds},
+         {"stalled_ms", saved.stalled_seconds * 1e3}});
 }
 
 void RunLog::step(const StepResult& result) {

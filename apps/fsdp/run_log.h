@@ -16,11 +16,12 @@ class RunLog {
   // UsageError naming the path.
   explicit RunLog(const std::filesystem::path& path);
 
-  // The run begins: what an earlier one left in the file goes.
-  void begin();
+  // The run begins: what an earlier one left in the file goes, all of it or what came after the first `steps` steps.
+  void begin(std::int64_t steps);
 
   void step(const StepResult& result);
   void validation(std::int64_t step, double loss);
+  void checkpoint(const SavedCheckpoint& saved);
   void done(const RunResult& result);
 
  private:

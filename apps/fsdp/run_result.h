@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <optional>
 
 namespace fsdp::app {
@@ -19,6 +20,14 @@ struct StepResult {
   double data_wait = 0;  // seconds in which rank 0 waited for its batch
 
   [[nodiscard]] double tokens_per_second() const { return seconds > 0 ? static_cast<double>(tokens) / seconds : 0; }
+};
+
+struct SavedCheckpoint {
+  std::int64_t step = 0;
+  std::filesystem::path folder;
+  std::int64_t bytes = 0;      // of all ranks; known on rank 0
+  double seconds = 0;          // from its begin until it was whole
+  double stalled_seconds = 0;  // of them, in which training stood still
 };
 
 struct RunResult {

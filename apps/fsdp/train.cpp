@@ -79,7 +79,7 @@ std::uint64_t digest(const data::TokenBatch& batch) {
 std::string what_must_agree(const TrainJob& job) {
   std::string text;
   for (const Field& field : config_fields()) {
-    if (field.key != "data.files" && field.key != "run.log_interval")
+    if (field.key != "data.files" && field.key != "run.log_interval" && !field.key.starts_with("checkpoint."))
       text += fmt::format("{} = {}\n", field.key, shown_value(field, job.config));
   }
   return text + fmt::format("training tokens = {}\nheld out tokens = {}\ndigest of the first sequences = {:x}, {:x}\n",
@@ -147,7 +147,6 @@ int train(const TrainCommand& command) {
     }
     started = true;
     const bool leads = world.rank() == Rank(0);
-    if (leads) job->log->begin();
     Trainer trainer(std::move(world), {job->config, *job->data, *job->progress, *job->log, job->profile});
     const auto own = trainer.run();
     if (leads || processes) result = own;

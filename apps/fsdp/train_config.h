@@ -78,6 +78,15 @@ struct RunConfig {
   double deadline_seconds = 600;  // for a collective to wait for its peers
 };
 
+struct CheckpointConfig {
+  std::string folder;         // empty: none
+  std::int64_t interval = 0;  // steps; 0: only at the end
+  std::int64_t keep = 2;      // 0: all
+  bool resume = true;
+  std::string weights;  // a checkpoint or .safetensors file that a new run begins with; empty: random ones
+  std::string weights_format = "own";
+};
+
 struct TrainConfig {
   ModelConfig model;
   DataConfig data;
@@ -85,6 +94,7 @@ struct TrainConfig {
   ParallelConfig parallel;
   OptimizerConfig optimizer;
   RunConfig run;
+  CheckpointConfig checkpoint;
 };
 
 }  // namespace fsdp::app

@@ -100,6 +100,14 @@ class MixtureModel final : public TrainedModel {
     for (const auto& loss : driver_->run(std::move(microbatches))) sum = plus(sum, loss.to(at::kDouble));
     return sum;
   }
+  [[nodiscard]] std::vector<std::pair<std::string, at::Tensor>> extra_state() override {
+    std::vector<std::pair<std::string, at::Tensor>> biases;
+    for (std::size_t layer = 0; layer < model_->blocks().size(); ++layer) {
+      const auto& bias = model_->blocks()[layer]->expert_bias;
+      if (bias.defined()) biases.emplace_back("blocks." + std::to_string(layer) + ".expert_bias", bias);
+    }
+    return biases;
+  }
   void after_step() override { model_->update_expert_biases(); }
   at::Tensor loss_sum(const BatchTensors& batch) override {
     const auto mean = driver_->evaluate({{batch.tokens}, {batch.targets}});

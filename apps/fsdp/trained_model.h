@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "apps/fsdp/batch_tensors.h"
@@ -21,6 +23,8 @@ class TrainedModel {
   // mean counts, all microbatches alike. Returns the sum of the microbatches' losses in fp64, on the device.
   [[nodiscard]] virtual at::Tensor forward_backward(const std::vector<BatchTensors>& batches,
                                                     const at::Tensor& scale) = 0;
+  // What a checkpoint must hold beside weights; equal on all ranks.
+  [[nodiscard]] virtual std::vector<std::pair<std::string, at::Tensor>> extra_state() { return {}; }
   // After the optimizer's step.
   virtual void after_step() {}
   // The sum of the losses over a batch's targets, without gradients.

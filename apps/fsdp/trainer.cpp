@@ -71,9 +71,10 @@ Trainer::Trainer(World world, const TrainShared& shared)
       agreement_(world_),
       model_(make_trained_model(world_, config_)),
       context_(model_->context()),
+      optimizer_(make_optimizer(*context_, config_.optimizer)),
+      checkpoints_(config_, shared.data, *model_, *optimizer_, world_, agreement_),
       profiler_(leads() ? shared.profile : std::filesystem::path{}, world_.runtime(),
                 static_cast<int>(world_.rank().value()), config_.run.steps) {
-  optimizer_ = make_optimizer(*context_, config_.optimizer);
   const auto device = world_.runtime()->device();
   loss_scale_ = at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(device));
   result_.exposed_is_known = !device.is_cuda();
@@ -84,10 +85,14 @@ RunResult Trainer::run() {
   result_.parameters = parameter_count(config_);
   result_.ranks = world_.size();
   double exposed_seconds = 0;
-  batches_ =
-      std::make_unique<data::BatchPrefetcher>([this](std::int64_t step) { return make_batches(step); }, 0, run.steps);
-  for (std::int64_t index = 0; index < run.steps; ++index) {
-    profiler_.before_step(index);
+  const auto start = checkpoints_.restore();
+  result_.steps = first_step_ = start.steps;
+  if (leads()) shared_.log.begin(start.steps);
+  if (!start.from.empty()) print(fmt::format("weights from {}, after {} steps", start.from.string(), start.steps));
+  batches_ = std::make_unique<data::BatchPrefetcher>([this](std::int64_t step) { return make_batches(step); },
+                                                     first_step_, run.steps);
+  for (std::int64_t index = first_step_; index < run.steps; ++index) {
+    profiler_.before_step(index - first_step_);
     StepResult step_result;
     const Stop stop = step(index, step_result);
     result_.steps = step_result.step;
@@ -96,6 +101,11 @@ RunResult Trainer::run() {
     exposed_seconds += step_result.exposed * step_result.seconds;
     result_.data_wait += step_result.data_wait;
     report(step_result);
+    if (stop.checkpoint_written) finish_checkpoint();
+    if (checkpoints_.due(result_.steps)) {
+      finish_checkpoint();
+      checkpoints_.begin(result_.steps);
+    }
     if (stop.interrupted || stop.out_of_time) {
       result_.interrupted = stop.interrupted;
       result_.out_of_time = stop.out_of_time && !stop.interrupted;
@@ -105,6 +115,11 @@ RunResult Trainer::run() {
       evaluate(result_.steps);
       if (result_.interrupted) break;
     }
+  }
+  finish_checkpoint();
+  if (checkpoints_.wanted_at_end(result_.steps)) {
+    checkpoints_.begin(result_.steps);
+    finish_checkpoint();
   }
   result_.exposed = result_.seconds > 0 ? exposed_seconds / result_.seconds : 0;
   result_.skipped_steps = optimizer_->skipped_steps();
@@ -159,18 +174,21 @@ Trainer::Stop Trainer::step(std::int64_t index, StepResult& result) {
   const auto sums_there = captured_ ? captured_->replay() : compute(inputs);
   const auto sums_here = sums_there.to(c10::kCPU);  // waits for the device
   const double loss_sum = sums_here[0].item<double>();
-  if (run.capture && index + 1 == kStepsBeforeCapture)
+  if (run.capture && index + 1 - first_step_ == kStepsBeforeCapture)
     captured_.emplace(context_->capture([this] { return compute(inputs_); }));
 
   const bool late = run.max_seconds > 0 && result_.seconds + seconds_since(start) >= run.max_seconds;
-  const auto sums = agreement_.sum({loss_sum, interrupted() ? 1.0 : 0.0, late ? 1.0 : 0.0});
+  const auto sums =
+      agreement_.sum({loss_sum, interrupted() ? 1.0 : 0.0, late ? 1.0 : 0.0, checkpoints_.writing() ? 1.0 : 0.0});
   result.loss = sums[0] / static_cast<double>(world_.size() * run.microbatches);
   result.grad_norm = sums_here[1].item<double>();
   result.tokens = run.batch * run.context;
   result.peak_bytes = result_.peak_bytes;
   result.seconds = seconds_since(start);
   result.exposed = static_cast<double>(world_.runtime()->blocked_time() - blocked_before) * 1e-9 / result.seconds;
-  return {.interrupted = sums[1] > 0, .out_of_time = sums[2] > 0};
+  return {.interrupted = sums[1] > 0,
+          .out_of_time = sums[2] > 0,
+          .checkpoint_written = checkpoints_.under_way() && sums[3] == 0};
 }
 
 const std::vector<BatchTensors>& Trainer::load(data::BatchPrefetcher::Batches batches) {
@@ -209,6 +227,14 @@ void Trainer::evaluate(std::int64_t steps_done) {
   if (!leads()) return;
   shared_.log.validation(steps_done, *loss);
   shared_.progress.line(fmt::format("validation loss {:.4f} after {} steps", *loss, steps_done));
+}
+
+void Trainer::finish_checkpoint() {
+  const auto saved = checkpoints_.finish();
+  if (!saved || !leads()) return;
+  shared_.log.checkpoint(*saved);
+  print(fmt::format("checkpoint: {} ({}, {:.1f} s, training stood still for {:.2f} s)", saved->folder.string(),
+                    format_bytes(saved->bytes), saved->seconds, saved->stalled_seconds));
 }
 
 void Trainer::report(const StepResult& result) {

@@ -10,6 +10,7 @@
 
 #include "apps/fsdp/agreement.h"
 #include "apps/fsdp/batch_tensors.h"
+#include "apps/fsdp/checkpoints.h"
 #include "apps/fsdp/profiler.h"
 #include "apps/fsdp/progress.h"
 #include "apps/fsdp/run_log.h"
@@ -41,6 +42,7 @@ class Trainer {
   struct Stop {
     bool interrupted = false;
     bool out_of_time = false;
+    bool checkpoint_written = false;  // on all ranks, when one is under way
   };
   // Fills `result`; the answer is equal on all ranks.
   Stop step(std::int64_t index, StepResult& result);
@@ -53,6 +55,7 @@ class Trainer {
   // The batches on the device; with run.capture always in the same tensors.
   [[nodiscard]] const std::vector<BatchTensors>& load(data::BatchPrefetcher::Batches batches);
   void evaluate(std::int64_t steps_done);
+  void finish_checkpoint();
   void report(const StepResult& result);
   void sample();
   void print(const std::string& text);
@@ -65,6 +68,8 @@ class Trainer {
   std::unique_ptr<TrainedModel> model_;
   std::shared_ptr<FsdpContext> context_;
   std::unique_ptr<ShardedOptimizer> optimizer_;
+  Checkpoints checkpoints_;
+  std::int64_t first_step_ = 0;
   Profiler profiler_;
   std::unique_ptr<data::BatchPrefetcher> batches_;
   std::vector<BatchTensors> inputs_;  // [microbatch]

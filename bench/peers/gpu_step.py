@@ -6,16 +6,15 @@ libfsdp's loopback does. The other side is `fsdp bench step --serve`, a child pr
 
   gpu_step.py FSDP_COMMAND --shape A --modes local,graph,fsdp2,ours:bare,ours:sharded --rounds 10
 
-With --nccl PyTorch's modes run on real ranks, one a GPU, without libfsdp beside them (`fsdp bench step --nccl` measures
-that, and the step without sharding too). Modes then are also ddp, fsdp2-kept (weights stay gathered after forward) and
-fsdp2-compiled.
+With --nccl all modes run on real ranks, one a GPU; every rank has its own `fsdp bench step --serve` then. Modes are also
+ddp, fsdp2-kept (weights stay gathered after forward) and fsdp2-compiled, local-compiled; of libfsdp those of `fsdp bench step`.
 
-Prints one JSON object a mode; `x_local` is the step over PyTorch's local one of the same rounds."""
+Prints one JSON object a mode; `x_local` is the step over PyTorch's local one of the same rounds. --profile K adds what K
+steps of PyTorch's modes on real ranks have exposed: time of NCCL's kernels and of copies between devices, without compute."""
 import argparse
 import gc
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+
+from ranks import emulate_collectives, spawn
 
 SHAPES = {
     "A": (8, 4096, 4096, 11008), "B": (32, 2048, 2048, 5504), "C": (64, 1024, 512, 2752),
@@ -50,30 +51,6 @@ class Block(nn.Module):
         x = x + self.out(attended.transpose(1, 2).reshape(b, t, d))
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
-def emulate_collectives(world):
-    """Copies of the right size in place of communication; every other rank holds what this one does."""
-
-    class Done:
-        def wait(self, *_):
-            return True
-
-    @torch.no_grad()
-    def all_gather(output_tensor, input_tensor, group=None, async_op=False):
-        parts = output_tensor.view(world, input_tensor.numel())
-        for part in parts:
-            if part.data_ptr() != input_tensor.data_ptr():
-                part.copy_(input_tensor.view(-1))
-        return Done() if async_op else None
-
-    @torch.no_grad()
-    def reduce_scatter(output, input, op=None, group=None, async_op=False):
-        output.copy_(input.view(-1)[: output.numel()].view_as(output))
-        return Done() if async_op else None
-
-    dist.all_gather_into_tensor = all_gather
-    dist.reduce_scatter_tensor = reduce_scatter
 
 
 def milliseconds(seconds):
@@ -161,9 +138,45 @@ class Torch:
 
 def meet():
     """Real ranks start each step together."""
-    if os.environ.get("GPU_STEP_RANKS"):
+    if os.environ.get("PEER_RANKS"):
         dist.barrier()
         torch.cuda.synchronize()
+
+
+def union(intervals):
+    merged = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([begin, end])
+    return merged
+
+
+def length(merged):
+    return sum(end - begin for begin, end in merged)
+
+
+def exposed(runner, steps):
+    """-> ms a step: communication, and what of it no compute kernel ran beside."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        runner.run(steps)
+    communication, compute = [], []
+    for event in profiled.events():
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        if event.name.startswith(("FSDP", "nccl:", "##", "Torch-Compiled", "DistributedDataParallel")):
+            continue  # a range around kernels
+        interval = (event.time_range.start, event.time_range.end)  # us
+        if "nccl" in event.name or "PtoP" in event.name:
+            communication.append(interval)
+        elif not event.name.startswith(("Memcpy", "Memset", "Barrier")):
+            compute.append(interval)
+    communication, compute = union(communication), union(compute)
+    together = length(union(communication + compute))
+    return [round(us / 1000 / steps, 3) for us in (length(communication), together - length(compute))]
 
 
 class Ours:
@@ -181,7 +194,10 @@ class Ours:
 
 class Server:
     def __init__(self, command):
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = dict(os.environ)
+        if "SECOND_PORT" in environment:  # where its ranks meet
+            environment["MASTER_PORT"] = environment["SECOND_PORT"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
     def ask(self, line):
         self.process.stdin.write(line + "\n")
@@ -196,29 +212,6 @@ class Server:
         self.process.wait()
 
 
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-def spawn(ranks):
-    """Runs this script once a rank; -> exit code."""
-    port = free_port()
-    children = []
-    for rank in range(ranks):
-        environment = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
-                           LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                           GPU_STEP_RANKS=str(ranks))
-        children.append(subprocess.Popen([sys.executable] + sys.argv, env=environment))
-    while all(child.poll() is None for child in children):
-        time.sleep(0.1)
-    for child in children:
-        if any(other.poll() for other in children):  # one has failed
-            child.kill()
-    return max(abs(child.wait()) for child in children)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", help="the command fsdp")
@@ -228,15 +221,13 @@ def main():
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--link", action="store_true")
-    parser.add_argument("--late", action="store_true")
     parser.add_argument("--steps", type=int, default=1, help="in a row, a round")
     parser.add_argument("--nccl", action="store_true", help="real ranks, one a GPU")
+    parser.add_argument("--profile", type=int, default=0, help="steps to profile after the rounds, with --nccl")
     options = parser.parse_args()
 
     if options.nccl:
-        if "ours" in options.modes:
-            parser.error("--nccl measures PyTorch alone; for libfsdp run `fsdp bench step --nccl`")
-        if "GPU_STEP_RANKS" not in os.environ:
+        if "PEER_RANKS" not in os.environ:
             sys.exit(spawn(options.ranks))
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
@@ -247,7 +238,7 @@ def main():
         dist.init_process_group("fake", rank=0, world_size=options.ranks, store=FakeStore())
         emulate_collectives(options.ranks)
     command = [options.command, "bench", "step", "--serve", "--shape", options.shape, "--ranks", str(options.ranks),
-               "--depth", str(options.depth)] + (["--link"] if options.link else []) + (["--late"] if options.late else [])
+               "--depth", str(options.depth)] + ["--link"] * options.link + ["--nccl"] * options.nccl
     server = Server(command) if "ours" in options.modes else None
     layers = SHAPES[options.shape][0]
     modes = {}
@@ -260,6 +251,9 @@ def main():
             times[mode] += runner.run(options.steps)
     if server:
         server.close()
+    exposures = {}
+    if options.nccl and options.profile:
+        exposures = {mode: exposed(runner, options.profile) for mode, runner in modes.items() if isinstance(runner, Torch)}
     if options.nccl:
         rank = dist.get_rank()
         dist.destroy_process_group()
@@ -276,8 +270,9 @@ def main():
                 "peak_gib": round(runner.peak_gib, 3), "rounds": options.rounds, "torch": torch.__version__,
                 "gpu": torch.cuda.get_device_name()}
         if mode.startswith("ours:"):
-            line["late_first_prefetch"] = options.late
             line["of_it_communication_us_per_unit"] = round(1000 * statistics.median(t[3] for t in times[mode]) / layers, 1)
+        if mode in exposures:
+            line["communication_ms"], line["exposed_ms"] = exposures[mode]
         for base in ("local", "graph", "fsdp2", "ours:bare"):
             if base in median and base != mode:
                 line["x_" + base.replace("ours:", "")] = round(median[mode] / median[base], 3)

@@ -121,6 +121,7 @@ void FsdpContext::wait_for_gradients() {
 void FsdpContext::wait_for_gradients(FsdpModule& unit) { scheduler_->wait_for_gradients(unit); }
 std::vector<FsdpModule*> FsdpContext::units_being_reduced() const { return scheduler_->unjoined(); }
 void FsdpContext::check_gradients_reduced(const char* action) const { scheduler_->check_gradients_reduced(action); }
+void FsdpContext::check_between_steps(const char* action) const { scheduler_->check_no_accumulation(action); }
 void FsdpContext::drop_accumulated_gradients() { scheduler_->drop_accumulated(); }
 void FsdpContext::reset() { scheduler_->reset(); }
 

@@ -174,6 +174,8 @@ class FsdpContext : public std::enable_shared_from_this<FsdpContext> {
   void wait_for_gradients(FsdpModule& unit);
   [[nodiscard]] std::vector<FsdpModule*> units_being_reduced() const;
 
+  // Throws UsageError inside a forward or backward, and between the microbatches of a step.
+  void check_between_steps(const char* action) const;
   // For optimizers and clipping: throws UsageError when microbatches were accumulated and never reduced.
   void check_gradients_reduced(const char* action) const;
   void drop_accumulated_gradients();

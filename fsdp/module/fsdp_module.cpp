@@ -34,6 +34,12 @@ void FsdpModule::set_name(const std::string& name) {
             label("reduce_gradients")};
 }
 
+std::vector<std::pair<std::string, at::Tensor>> FsdpModule::buffers() const {
+  std::vector<std::pair<std::string, at::Tensor>> all;
+  for (const auto& buffer : buffers_) all.emplace_back(buffer.name, buffer.tensor);
+  return all;
+}
+
 void FsdpModule::unshard(std::optional<Phase> prefetch) { scheduler_.unshard(*this, prefetch); }
 bool FsdpModule::ready() const { return scheduler_.current(*this); }
 void FsdpModule::gather() { scheduler_.gather(*this); }

@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fsdp/module/module_ref.h"
@@ -40,7 +41,8 @@ class FsdpModule : public std::enable_shared_from_this<FsdpModule> {
   // UnitOptions::backward_reads_weights, or its default for these modules.
   [[nodiscard]] bool backward_reads_weights() const { return backward_reads_weights_; }
   [[nodiscard]] const std::vector<std::unique_ptr<FsdpParameterGroup>>& groups() const { return groups_; }
-  [[nodiscard]] bool gathered() const { return gathered_; }               // or on its way
+  [[nodiscard]] std::vector<std::pair<std::string, at::Tensor>> buffers() const;  // by path; the modules' own tensors
+  [[nodiscard]] bool gathered() const { return gathered_; }                       // or on its way
   [[nodiscard]] bool ready() const;                                       // gathered with the weights of this step
   [[nodiscard]] Bytes gathered_bytes() const { return gathered_bytes_; }  // while gathered, beyond what rests
 

@@ -166,7 +166,12 @@ void Scheduler::weights_changed() {
 }
 
 void Scheduler::check_idle(const char* action) const {
-  FSDP_CHECK(forward_depth_ == 0 && !backward_active_ && !awaiting_backward_ && microbatches_ == 0, UsageError,
+  check_no_accumulation(action);
+  FSDP_CHECK(!awaiting_backward_, UsageError, "{}: only between steps: a forward still waits for its backward", action);
+}
+
+void Scheduler::check_no_accumulation(const char* action) const {
+  FSDP_CHECK(forward_depth_ == 0 && !backward_active_ && microbatches_ == 0, UsageError,
              "{}: only between steps: a forward, a backward or an accumulation over microbatches is under way", action);
 }
 

@@ -75,9 +75,10 @@ class Scheduler {
     join_reads();
     ++updates_;
   }
-  void check_idle(const char* action) const;  // throws UsageError inside a forward, backward or accumulation
-  void before_capture();                      // what ranks agree on is recorded again
-  void before_replay();                       // of a captured step, with its optimizer
+  void check_idle(const char* action) const;             // throws UsageError inside a forward, backward or accumulation
+  void check_no_accumulation(const char* action) const;  // the same, but after a forward alone
+  void before_capture();                                 // what ranks agree on is recorded again
+  void before_replay();                                  // of a captured step, with its optimizer
   void check_gradients_reduced(const char* action) const;  // throws UsageError naming the unit
   void drop_accumulated();
   void reset();

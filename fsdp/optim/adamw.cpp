@@ -8,7 +8,8 @@
 namespace fsdp {
 
 AdamW::AdamW(FsdpContext& context, const AdamWOptions& options, const ParameterOptionsFunction& parameter_options)
-    : ShardedOptimizer(context, options.learning_rate, /*state_count=*/2, parameter_options, /*own_kernel=*/true),
+    : ShardedOptimizer(context, options.learning_rate, {"exp_avg", "exp_avg_sq"}, parameter_options,
+                       /*own_kernel=*/true),
       options_(options) {
   FSDP_CHECK(options.beta1 >= 0 && options.beta1 < 1 && options.beta2 >= 0 && options.beta2 < 1, UsageError,
              "AdamW: betas are {} and {}, expected 0 <= beta < 1", options.beta1, options.beta2);

@@ -8,14 +8,15 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 
 #include "fsdp/base/check.h"
 
 namespace fsdp {
 
-ShardedOptimizer::ShardedOptimizer(FsdpContext& context, double learning_rate, int state_count,
+ShardedOptimizer::ShardedOptimizer(FsdpContext& context, double learning_rate, std::vector<std::string> state_names,
                                    ParameterOptionsFunction options, bool own_kernel)
-    : context_(context.weak_from_this()), state_count_(state_count), options_(std::move(options)) {
+    : context_(context.weak_from_this()), state_names_(std::move(state_names)), options_(std::move(options)) {
   context.finalize();
   if (own_kernel) kernels_ = context.mesh().runtime()->kernels();
   for (const FsdpParameterGroup* group : context.groups()) {
@@ -50,7 +51,7 @@ void ShardedOptimizer::add_trainable_groups(FsdpContext& context) {
   for (std::size_t i = known; i < runs_.size(); ++i) {
     ShardRun& run = runs_[i];
     run.weight = run.group->main_weight().slice(run.range);
-    for (int k = 0; k < state_count_; ++k) run.state.push_back(at::zeros_like(run.weight));
+    for (std::size_t k = 0; k < state_names_.size(); ++k) run.state.push_back(at::zeros_like(run.weight));
     run.step = at::zeros_like(skipped_);
   }
 }
@@ -193,6 +194,37 @@ void ShardedOptimizer::zero_grad(bool set_to_none) {
 }
 
 std::int64_t ShardedOptimizer::skipped_steps() const { return static_cast<std::int64_t>(skipped_.item<float>()); }
+
+std::vector<ShardedOptimizer::ParameterState> ShardedOptimizer::parameter_states() {
+  add_trainable_groups(*context());
+  std::vector<ParameterState> states;
+  for (const ShardRun& run : runs_) {
+    for (int parameter : run.parameters) {
+      const ElementRange piece = run.group->main_weight().piece(parameter);
+      ParameterState state{run.group, parameter, {}, run.step};
+      for (std::size_t k = 0; k < state_names_.size(); ++k)
+        state.tensors.emplace_back(state_names_[k],
+                                   run.state[k].narrow(0, piece.begin - run.range.begin, piece.length()));
+      states.push_back(std::move(state));
+    }
+  }
+  return states;
+}
+
+void ShardedOptimizer::set_steps(const std::vector<float>& steps) {
+  at::NoGradGuard no_grad;
+  auto next = steps.begin();
+  for (std::size_t i = 0; i < runs_.size();) {
+    const auto count = static_cast<std::ptrdiff_t>(runs_[i].parameters.size());
+    FSDP_INVARIANT(steps.end() - next >= count);
+    if (std::adjacent_find(next, next + count, std::not_equal_to<>()) != next + count) {
+      split(i);  // this one again, now of one parameter
+      continue;
+    }
+    runs_[i++].step.fill_(*next);
+    next += count;
+  }
+}
 
 Bytes ShardedOptimizer::state_bytes() const {
   Bytes total;

@@ -15,6 +15,7 @@
 #include <set>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fsdp/module/context.h"
@@ -69,11 +70,23 @@ class ShardedOptimizer {
   [[nodiscard]] std::int64_t skipped_steps() const;
   [[nodiscard]] Bytes state_bytes() const;
 
+  // For checkpoints: what is kept of a parameter's elements on this rank. Views, until the next step; to write to.
+  struct ParameterState {
+    FsdpParameterGroup* group = nullptr;
+    int parameter = 0;                                        // index in the group
+    std::vector<std::pair<std::string, at::Tensor>> tensors;  // by name, as many elements as this rank has
+    at::Tensor step;                                          // fp32 scalar: updates; neighbours may share it
+  };
+  [[nodiscard]] std::vector<ParameterState> parameter_states();
+  [[nodiscard]] const std::vector<std::string>& state_names() const { return state_names_; }
+  void set_steps(const std::vector<float>& steps);                       // [as in parameter_states]
+  [[nodiscard]] at::Tensor skipped_counter() const { return skipped_; }  // fp32 scalar
+
  protected:
-  // `state_count` tensors a run, zero-filled. Groups that are unfrozen later get theirs at the next step.
-  // `own_kernel`: update_on_device is used where there is a device with kernels.
-  ShardedOptimizer(FsdpContext& context, double learning_rate, int state_count, ParameterOptionsFunction options,
-                   bool own_kernel = false);
+  // A run has a zero-filled tensor for each of `state_names`. Groups that are unfrozen later get theirs at the next
+  // step. `own_kernel`: update_on_device is used where there is a device with kernels.
+  ShardedOptimizer(FsdpContext& context, double learning_rate, std::vector<std::string> state_names,
+                   ParameterOptionsFunction options, bool own_kernel = false);
 
   // Updates runs that share their options. `skip`: fp32 scalar, 1 when nothing may change.
   virtual void update(const std::vector<ShardRun*>& runs, const std::vector<at::Tensor>& gradients,
@@ -94,7 +107,7 @@ class ShardedOptimizer {
 
   std::weak_ptr<FsdpContext> context_;
   double learning_rate_;
-  const int state_count_;
+  const std::vector<std::string> state_names_;
   const ParameterOptionsFunction options_;
   std::set<FsdpParameterGroup*> groups_;  // with runs
   std::vector<ShardRun> runs_;

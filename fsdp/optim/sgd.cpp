@@ -7,7 +7,8 @@
 namespace fsdp {
 
 Sgd::Sgd(FsdpContext& context, const SgdOptions& options, const ParameterOptionsFunction& parameter_options)
-    : ShardedOptimizer(context, options.learning_rate, /*state_count=*/options.momentum != 0 ? 1 : 0,
+    : ShardedOptimizer(context, options.learning_rate,
+                       options.momentum != 0 ? std::vector<std::string>{"momentum_buffer"} : std::vector<std::string>{},
                        parameter_options),
       options_(options) {
   FSDP_CHECK(!options.nesterov || options.momentum > 0, UsageError, "SGD: nesterov needs momentum above 0, got {}",

@@ -1,0 +1,387 @@
+#include "fsdp/checkpoint/checkpoint.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <fcntl.h>
+#include <fmt/ranges.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <set>
+#include <span>
+#include <thread>
+
+#include "fsdp/base/check.h"
+#include "fsdp/checkpoint/rank_status.h"
+#include "fsdp/checkpoint/safetensors.h"
+#include "fsdp/checkpoint/sharded_state.h"
+#include "fsdp/checkpoint/tensor_index.h"
+#include "fsdp/checkpoint/tensor_reader.h"
+#include "fsdp/data/part_file.h"
+
+namespace fsdp {
+namespace {
+
+namespace fs = std::filesystem;
+using namespace checkpoint;
+
+constexpr std::size_t kNamesShown = 5;
+
+std::span<const std::byte> bytes_in(const at::Tensor& contiguous) {
+  return {static_cast<const std::byte*>(contiguous.const_data_ptr()), contiguous.nbytes()};
+}
+
+std::vector<std::uint64_t> checksums_of(std::span<const std::byte> bytes) {
+  std::vector<std::uint64_t> sums;
+  constexpr auto kBlock = static_cast<std::size_t>(kChecksumBlock);
+  for (std::size_t at = 0; at < bytes.size(); at += kBlock)
+    sums.push_back(checkpoint::checksum(bytes.subspan(at, std::min(kBlock, bytes.size() - at))));
+  return sums;
+}
+
+// So that a rename is on the disk, and not only the files it is about.
+void sync_folder(const fs::path& folder) {
+  const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (descriptor < 0) return;
+  ::fsync(descriptor);
+  ::close(descriptor);
+}
+
+fs::path part_of(const fs::path& folder) { return folder.native() + ".part"; }
+
+// Rank 0 alone. Files of an earlier attempt go.
+void make_part_folder(const fs::path& folder) {
+  FSDP_CHECK(!folder.empty() && folder.has_filename(), UsageError, "\"{}\" cannot be the name of a checkpoint",
+             folder.string());
+  FSDP_CHECK(!fs::exists(folder) || TensorIndex::is_checkpoint(folder), UsageError,
+             "{} is there and is no checkpoint: it is not replaced", folder.string());
+  std::error_code error;
+  const fs::path part = part_of(folder);
+  fs::remove_all(part, error);
+  if (!error) fs::create_directories(part, error);
+  FSDP_CHECK(!error, UsageError, "{} cannot be written: {}", part.string(), error.message());
+}
+
+// The .part takes the place of what was there; that is gone only when the new one is in place.
+void publish(const fs::path& folder) {
+  std::error_code error;
+  const fs::path part = part_of(folder), old = folder.native() + ".old";
+  sync_folder(part);
+  fs::remove_all(old, error);
+  if (fs::exists(folder)) fs::rename(folder, old, error);
+  if (!error) fs::rename(part, folder, error);
+  if (error && fs::exists(old)) {
+    std::error_code ignored;
+    fs::rename(old, folder, ignored);
+  }
+  FSDP_CHECK(!error, Error, "{} cannot be put in its place: {}", part.string(), error.message());
+  sync_folder(folder.has_parent_path() ? folder.parent_path() : fs::path("."));
+  fs::remove_all(old, error);
+}
+
+// This rank's tensors that it, of all that hold them, writes.
+std::vector<LocalTensor> own_tensors(std::vector<LocalBlock> blocks, const RankStatus& ranks) {
+  std::vector<std::int64_t> signatures;
+  for (const auto& block : blocks) signatures.push_back(block.signature);
+  const auto all = ranks.gather(signatures);
+  std::vector<LocalTensor> own;
+  for (auto& block : blocks) {
+    std::vector<int> holders;
+    for (int r = 0; r < ranks.size(); ++r) {
+      if (std::find(all[r].begin(), all[r].end(), block.signature) != all[r].end()) holders.push_back(r);
+    }
+    // In turns, so that ranks that hold the same share the work.
+    const auto& first = all[holders.front()];
+    const auto place = std::find(first.begin(), first.end(), block.signature) - first.begin();
+    if (holders[static_cast<std::size_t>(place) % holders.size()] != ranks.rank()) continue;
+    for (auto& tensor : block.tensors) {
+      const bool empty = std::find(tensor.sizes.begin(), tensor.sizes.end(), 0) != tensor.sizes.end();
+      if (!tensor.elements.empty() || empty) own.push_back(std::move(tensor));
+    }
+  }
+  return own;
+}
+
+// To the host as it is written, unless it is there.
+void write_rank_file(const fs::path& folder, int rank, const std::vector<LocalTensor>& tensors) {
+  SafetensorsHeader header;
+  for (const auto& t : tensors) {
+    header.entries.push_back({.name = t.elements.empty() ? t.key : fmt::format("{}@{}", t.key, t.elements.begin),
+                              .dtype = dtype_name(t.values.scalar_type(), t.key),
+                              .sizes = {t.values.numel()},
+                              .bytes = static_cast<std::int64_t>(t.values.nbytes())});
+  }
+  header.metadata["format"] = "pieces of a libfsdp checkpoint: see index.json";
+  data::PartFile file(TensorIndex::rank_file(folder, rank));
+  const std::string start = make_safetensors_header(header);
+  file.append(std::as_bytes(std::span(start)));
+  std::map<std::string, StoredTensor> described;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const LocalTensor& t = tensors[i];
+    const at::Tensor here = t.values.to(c10::kCPU).contiguous();
+    file.append(bytes_in(here));
+    StoredTensor stored{.dtype = header.entries[i].dtype, .sizes = t.sizes, .strides = t.strides};
+    if (!t.elements.empty())
+      stored.pieces.push_back({0, header.entries[i].begin, t.elements, checksums_of(bytes_in(here))});
+    described.emplace(t.key, std::move(stored));
+  }
+  const std::int64_t bytes = file.size();
+  file.close();
+  file.publish();
+  TensorIndex::describe_rank(folder, rank, bytes, described);
+}
+
+std::string some_of(const std::vector<std::string>& names) {
+  std::string text;
+  for (std::size_t i = 0; i < std::min(names.size(), kNamesShown); ++i)
+    text += (i > 0 ? ", \"" : "\"") + names[i] + '"';
+  return names.size() > kNamesShown ? text + fmt::format(" and {} more", names.size() - kNamesShown) : text;
+}
+
+std::string text_of(const std::vector<std::int64_t>& sizes) { return fmt::format("({})", fmt::join(sizes, ", ")); }
+
+// The kinds of state that the optimizer keeps must be those that were saved.
+void check_state_kinds(const TensorIndex& index, const ShardedOptimizer& optimizer) {
+  const std::string prefix = "optimizer/";
+  std::set<std::string> stored;
+  bool any = false;
+  for (auto item = index.tensors().lower_bound(prefix); item != index.tensors().end(); ++item) {
+    if (!item->first.starts_with(prefix)) break;
+    any = true;
+    const auto end = item->first.find('/', prefix.size());
+    if (end != std::string::npos) stored.insert(item->first.substr(prefix.size(), end - prefix.size()));
+  }
+  FSDP_CHECK(any, UsageError,
+             "{} was saved without an optimizer: load it with LoadOptions::optimizer = false, or into a Checkpoint "
+             "without one",
+             index.path().string());
+  stored.erase("step");
+  const std::set<std::string> here(optimizer.state_names().begin(), optimizer.state_names().end());
+  FSDP_CHECK(stored == here, UsageError,
+             "{} holds the optimizer state [{}], and this optimizer keeps [{}]: use the optimizer that was saved, or "
+             "load with LoadOptions::optimizer = false",
+             index.path().string(), fmt::join(stored, ", "), fmt::join(here, ", "));
+}
+
+// Reads into local tensors, whatever their dtype and order of elements.
+class LocalReader {
+ public:
+  explicit LocalReader(const TensorIndex& index) : index_(index), reader_(index) {}
+
+  void read(const std::string& key, const LocalTensor& to) {
+    if (to.elements.empty()) return;
+    const StoredTensor& stored = *index_.find(key);
+    if (stored.strides == to.strides) {
+      to.values.copy_(read_range(key, stored, to.elements));
+      return;
+    }
+    // Elements lie in another order: all of them, in the order of the sizes, then in that of here.
+    const at::Tensor whole = read_range(key, stored, {0, stored.elements()}).as_strided(stored.sizes, stored.strides);
+    const at::Tensor ordered = at::empty_strided(to.sizes, to.strides, whole.options());
+    ordered.copy_(whole);
+    to.values.copy_(ordered.as_strided({to.elements.length()}, {1}, to.elements.begin));
+  }
+  at::Tensor read_range(const std::string& key, const StoredTensor& stored, ElementRange range) {
+    const at::Tensor host = at::empty({range.length()}, dtype_of(stored.dtype));
+    reader_.read(key, range, {static_cast<std::byte*>(host.mutable_data_ptr()), host.nbytes()});
+    return host;
+  }
+
+ private:
+  const TensorIndex& index_;
+  TensorReader reader_;
+};
+
+}  // namespace
+
+struct Checkpoint::Impl {
+  FsdpContext& context;
+  ShardedOptimizer* optimizer;
+  RankStatus ranks;
+  NamedTensors added;
+};
+
+struct Checkpoint::Pending {
+  fs::path folder;
+  std::map<std::string, std::string> attributes;
+  std::vector<LocalTensor> tensors;
+  std::exception_ptr error;
+  std::atomic<bool> written{false};
+  std::thread thread;
+
+  void write(int rank) {
+    try {
+      write_rank_file(part_of(folder), rank, tensors);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    tensors.clear();
+    written = true;
+  }
+  ~Pending() {
+    if (thread.joinable()) thread.join();
+  }
+};
+
+Checkpoint::Checkpoint(FsdpContext& context, ShardedOptimizer* optimizer)
+    : impl_(std::make_unique<Impl>(Impl{context, optimizer, RankStatus(context.mesh().world()), {}})) {}
+
+Checkpoint::~Checkpoint() {
+  if (!pending_) return;
+  const fs::path part = part_of(pending_->folder);
+  pending_.reset();
+  std::error_code ignored;
+  if (impl_->ranks.rank() == 0) fs::remove_all(part, ignored);
+}
+
+void Checkpoint::add_tensor(const std::string& name, const at::Tensor& tensor) {
+  FSDP_CHECK(tensor.defined(), UsageError, "the tensor \"{}\" is undefined", name);
+  impl_->added.emplace_back(name, tensor);
+}
+
+void Checkpoint::save(const fs::path& folder, const std::map<std::string, std::string>& attributes) {
+  start(folder, attributes, /*in_background=*/false);
+  finish_save();
+}
+
+void Checkpoint::begin_save(const fs::path& folder, const std::map<std::string, std::string>& attributes) {
+  start(folder, attributes, /*in_background=*/true);
+}
+
+void Checkpoint::start(const fs::path& folder, const std::map<std::string, std::string>& attributes,
+                       bool in_background) {
+  finish_save();
+  at::NoGradGuard no_grad;
+  auto pending = std::make_unique<Pending>();
+  LocalState state;
+  impl_->ranks.all([&] {
+    impl_->context.wait_for_gradients();
+    impl_->context.check_between_steps("saving a checkpoint");
+    state = local_state(impl_->context, impl_->optimizer, impl_->added);
+    if (impl_->ranks.rank() == 0) make_part_folder(folder);
+  });
+  pending->folder = folder;
+  pending->attributes = attributes;
+  pending->tensors = own_tensors(std::move(state.blocks), impl_->ranks);
+  if (in_background) {
+    impl_->ranks.all([&] {
+      for (auto& tensor : pending->tensors)
+        tensor.values = tensor.values.is_cpu() ? tensor.values.clone() : tensor.values.to(c10::kCPU);
+      pending->thread = std::thread([p = pending.get(), rank = impl_->ranks.rank()] { p->write(rank); });
+    });
+  } else {
+    pending->write(impl_->ranks.rank());
+  }
+  pending_ = std::move(pending);
+}
+
+bool Checkpoint::save_is_written() const { return !pending_ || pending_->written; }
+
+void Checkpoint::finish_save() {
+  if (!pending_) return;
+  const std::unique_ptr<Pending> pending = std::move(pending_);
+  if (pending->thread.joinable()) pending->thread.join();
+  const bool leads = impl_->ranks.rank() == 0;
+  const fs::path part = part_of(pending->folder);
+  try {
+    impl_->ranks.all([&] {
+      if (pending->error) std::rethrow_exception(pending->error);
+    });
+    impl_->ranks.all([&] {
+      if (!leads) return;
+      TensorIndex::write(part, impl_->ranks.size(), pending->attributes);
+      publish(pending->folder);
+    });
+  } catch (...) {
+    std::error_code ignored;
+    if (leads) fs::remove_all(part, ignored);
+    throw;
+  }
+}
+
+LoadResult Checkpoint::load(const fs::path& folder, const LoadOptions& options) {
+  finish_save();
+  at::NoGradGuard no_grad;
+  LoadResult result;
+  TensorIndex index;
+  LocalState state;
+  std::vector<std::int64_t> claimed;  // [key of the index] 1: this rank wants it
+  std::vector<std::pair<const LocalTensor*, std::string>> reads;
+  std::vector<at::Tensor> zeros;
+  const auto stored_key = [&](const std::string& key) {
+    const std::string prefix = "weights/";
+    return options.stored_name && key.starts_with(prefix) ? prefix + options.stored_name(key.substr(prefix.size()))
+                                                          : key;
+  };
+  const auto plan = [&](const LocalTensor& tensor) {
+    const bool of_optimizer = tensor.key.starts_with("optimizer/");
+    if (tensor.key.starts_with(kStepPrefix) || (of_optimizer && !options.optimizer)) return;
+    if (index.ranks() == 0 && !tensor.key.starts_with("weights/")) return;  // plain files have nothing else
+    const std::string key = stored_key(tensor.key);
+    const auto found = index.tensors().find(key);
+    if (found == index.tensors().end()) {
+      if (of_optimizer)
+        zeros.push_back(tensor.values);
+      else
+        result.missing.push_back(key.substr(key.find('/') + 1));
+      return;
+    }
+    FSDP_CHECK(found->second.sizes == tensor.sizes, UsageError, "\"{}\" has sizes {} here, and {} in {}", tensor.key,
+               text_of(tensor.sizes), text_of(found->second.sizes), folder.string());
+    claimed[static_cast<std::size_t>(std::distance(index.tensors().begin(), found))] = 1;
+    reads.emplace_back(&tensor, key);
+  };
+  impl_->ranks.all([&] {
+    index = TensorIndex::open(folder);
+    impl_->context.mesh().runtime()->synchronize();  // no rank reads this one's weights any more, after `all`
+    impl_->context.wait_for_gradients();
+    impl_->context.check_between_steps("loading a checkpoint");
+    const bool with_optimizer = impl_->optimizer != nullptr && options.optimizer;
+    FSDP_CHECK(!with_optimizer || index.ranks() > 0, UsageError,
+               "{} has weights only, no state of an optimizer: load it with LoadOptions::optimizer = false",
+               folder.string());
+    state = local_state(impl_->context, impl_->optimizer, impl_->added);
+    claimed.resize(index.tensors().size());
+    if (with_optimizer) check_state_kinds(index, *impl_->optimizer);
+    for (const auto& block : state.blocks) {
+      for (const auto& tensor : block.tensors) plan(tensor);
+    }
+    if (!options.strict) return;
+    std::vector<std::string> lacking = result.missing;
+    FSDP_CHECK(lacking.empty(), UsageError, "{} lacks {} of the model: {}", folder.string(), lacking.size(),
+               some_of(lacking));
+  });
+  claimed = impl_->ranks.maximum(std::move(claimed));
+  std::size_t number = 0;
+  for (const auto& [key, tensor] : index.tensors()) {
+    if (claimed[number++] == 0 && !key.starts_with("optimizer/"))
+      result.unused.push_back(key.substr(key.find('/') + 1));
+  }
+  FSDP_CHECK(!options.strict || result.unused.empty(), UsageError, "{} has {} that the model lacks: {}",
+             folder.string(), result.unused.size(), some_of(result.unused));
+  impl_->ranks.all([&] {
+    LocalReader reader(index);
+    for (const auto& [tensor, key] : reads) reader.read(key, *tensor);
+    for (auto& tensor : zeros) tensor.zero_();
+    if (impl_->optimizer == nullptr || !options.optimizer) return;
+    std::vector<float> steps;
+    for (const auto& step : state.steps) {
+      const StoredTensor* stored = index.find(step.key);
+      if (stored == nullptr) result.fresh.push_back(step.key.substr(std::string(kStepPrefix).size()));
+      steps.push_back(stored == nullptr
+                          ? 0.0F
+                          : reader.read_range(step.key, *stored, {step.element, step.element + 1}).item<float>());
+    }
+    impl_->optimizer->set_steps(steps);
+  });
+  impl_->context.weights_changed();
+  result.attributes = index.attributes();
+  result.ranks = index.ranks();
+  return result;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,158 @@
+#include "fsdp/checkpoint/sharded_state.h"
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <set>
+
+#include "fsdp/base/check.h"
+#include "fsdp/base/fingerprint.h"
+#include "fsdp/checkpoint/tensor_index.h"
+
+namespace fsdp::checkpoint {
+namespace {
+
+constexpr std::array<std::pair<c10::ScalarType, const char*>, 12> kDtypes{{{c10::kDouble, "F64"},
+                                                                           {c10::kFloat, "F32"},
+                                                                           {c10::kHalf, "F16"},
+                                                                           {c10::kBFloat16, "BF16"},
+                                                                           {c10::kLong, "I64"},
+                                                                           {c10::kInt, "I32"},
+                                                                           {c10::kShort, "I16"},
+                                                                           {c10::kChar, "I8"},
+                                                                           {c10::kByte, "U8"},
+                                                                           {c10::kBool, "BOOL"},
+                                                                           {c10::kFloat8_e4m3fn, "F8_E4M3"},
+                                                                           {c10::kFloat8_e5m2, "F8_E5M2"}}};
+
+// Where this rank stands among those that hold other parameters under the same names.
+struct Partition {
+  std::int64_t index = 0, count = 1;
+};
+
+Partition partition_of(const FsdpModule& unit, const DeviceMesh& mesh) {
+  Partition partition;
+  for (const auto& name : unit.options().partitioned_axes) {
+    const int axis = mesh.axis_index(name);
+    partition.index = partition.index * mesh.axis(axis).size + mesh.coordinate(axis);
+    partition.count *= mesh.axis(axis).size;
+  }
+  return partition;
+}
+
+// The whole tensor of all partitions is theirs one after the other along its first dimension.
+LocalTensor piece_of_whole(std::string key, std::vector<std::int64_t> sizes, std::vector<std::int64_t> strides,
+                           ElementRange elements, at::Tensor values, const Partition& partition) {
+  std::int64_t own = 1;
+  for (const auto size : sizes) own *= size;
+  if (partition.count > 1) {
+    if (sizes.empty()) sizes = {1}, strides = {1};
+    FSDP_CHECK(strides == row_major_strides(sizes), UsageError,
+               "\"{}\" is of a unit with partitioned axes and not contiguous: its parts cannot be put together", key);
+    sizes.front() *= partition.count;
+    elements = {elements.begin + partition.index * own, elements.end + partition.index * own};
+  }
+  return {std::move(key), std::move(sizes), std::move(strides), elements, std::move(values)};
+}
+
+LocalTensor whole_tensor(std::string key, const at::Tensor& tensor, const Partition& partition) {
+  FSDP_CHECK(tensor.is_contiguous(), UsageError, "\"{}\" is not contiguous and cannot be stored in place", key);
+  const auto sizes = tensor.sizes().vec();
+  return piece_of_whole(std::move(key), sizes, row_major_strides(sizes), {0, tensor.numel()},
+                        tensor.detach().view({-1}), partition);
+}
+
+std::int64_t signature_of(const std::vector<LocalTensor>& tensors) {
+  std::string text;
+  for (const auto& t : tensors)
+    text += t.key + ':' + std::to_string(t.elements.begin) + '-' + std::to_string(t.elements.end) + ';';
+  return fingerprint(text);
+}
+
+}  // namespace
+
+LocalState local_state(FsdpContext& context, ShardedOptimizer* optimizer, const NamedTensors& added) {
+  context.finalize();
+  const DeviceMesh& mesh = context.mesh();
+  FSDP_CHECK(mesh.runtime()->device() != c10::kMeta, UsageError,
+             "a checkpoint needs values, and simulated ranks have none");
+  FSDP_CHECK(mesh.world().backend_name() != "loopback", UsageError,
+             "a checkpoint needs all ranks, and on a loopback there is one");
+  std::set<std::string> keys;
+  LocalState result;
+  auto& blocks = result.blocks;
+  const auto add = [&](LocalBlock& block, LocalTensor tensor) {
+    FSDP_CHECK(keys.insert(tensor.key).second, UsageError,
+               "there are two tensors \"{}\": give the modules of a context different names", tensor.key);
+    block.tensors.push_back(std::move(tensor));
+  };
+  std::map<const FsdpParameterGroup*, std::vector<ShardedOptimizer::ParameterState>> states;
+  if (optimizer != nullptr) {
+    for (auto& state : optimizer->parameter_states()) {
+      result.steps.push_back({kStepPrefix + state.group->parameters()[state.parameter].name,
+                              partition_of(state.group->unit(), mesh).index});
+      states[state.group].push_back(std::move(state));
+    }
+  }
+  const auto groups = context.groups();
+  for (FsdpParameterGroup* group : groups) {
+    FSDP_CHECK(!group->on_meta(), UsageError,
+               "unit \"{}\" has no values yet: call context->materialize(init) before a checkpoint is saved or loaded",
+               group->unit().name());
+    const Partition partition = partition_of(group->unit(), mesh);
+    const DBuffer& weight = group->main_weight();
+    LocalBlock block;
+    const auto add_piece = [&](const std::string& key, int index, const at::Tensor& values) {
+      const auto& p = group->parameters()[index];
+      const std::int64_t start = weight.layout().tensors()[index].begin;
+      const ElementRange piece = weight.piece(index);
+      add(block, piece_of_whole(key, p.sizes, p.strides, {piece.begin - start, piece.end - start}, values, partition));
+    };
+    for (std::size_t i = 0; i < group->parameters().size(); ++i) {
+      const int index = static_cast<int>(i);
+      add_piece("weights/" + group->parameters()[i].name, index, weight.slice(weight.piece(index)));
+    }
+    for (const auto& state : states[group]) {
+      const auto& name = group->parameters()[state.parameter].name;
+      for (const auto& [kind, values] : state.tensors)
+        add_piece("optimizer/" + kind + '/' + name, state.parameter, values);
+      // Of all ranks that hold some of the parameter, the one with its first element.
+      if (weight.piece(state.parameter).begin == weight.layout().tensors()[state.parameter].begin)
+        add(block, whole_tensor(kStepPrefix + name, state.step, partition));
+    }
+    blocks.push_back(std::move(block));
+  }
+  for (const auto& [group, state] : states) {
+    FSDP_CHECK(state.empty() || std::ranges::find(groups, group) != groups.end(), UsageError,
+               "the optimizer of this checkpoint updates parameter \"{}\", which is of another FsdpContext",
+               group->parameters()[state.front().parameter].name);
+  }
+  for (const auto& unit : context.units()) {
+    LocalBlock block;
+    for (const auto& [name, tensor] : unit->buffers())
+      add(block, whole_tensor("buffers/" + name, tensor, partition_of(*unit, mesh)));
+    blocks.push_back(std::move(block));
+  }
+  LocalBlock others;
+  if (optimizer != nullptr) add(others, whole_tensor("optimizer/skipped_steps", optimizer->skipped_counter(), {}));
+  for (const auto& [name, tensor] : added) add(others, whole_tensor("tensors/" + name, tensor, {}));
+  blocks.push_back(std::move(others));
+  std::erase_if(blocks, [](const auto& block) { return block.tensors.empty(); });
+  for (auto& block : blocks) block.signature = signature_of(block.tensors);
+  return result;
+}
+
+std::string dtype_name(c10::ScalarType dtype, const std::string& key) {
+  const auto found = std::find_if(kDtypes.begin(), kDtypes.end(), [&](const auto& d) { return d.first == dtype; });
+  FSDP_CHECK(found != kDtypes.end(), UsageError, "\"{}\" has dtype {}, which a safetensors file cannot hold", key,
+             c10::toString(dtype));
+  return found->second;
+}
+
+c10::ScalarType dtype_of(const std::string& name) {
+  const auto found = std::find_if(kDtypes.begin(), kDtypes.end(), [&](const auto& d) { return name == d.second; });
+  FSDP_CHECK(found != kDtypes.end(), UsageError, "the dtype \"{}\" is unknown", name);
+  return found->first;
+}
+
+}  // namespace fsdp::checkpoint
