@@ -1,6 +1,6 @@
 #include "models/feed_forward.h"
 
-#include <ATen/ops/silu.h>
+#include "models/swiglu.h"
 
 namespace fsdp::models {
 
@@ -11,7 +11,7 @@ FeedForwardImpl::FeedForwardImpl(const TransformerConfig& config) {
 }
 
 at::Tensor FeedForwardImpl::forward(const at::Tensor& x) const {
-  return down_->forward(at::silu(gate_->forward(x)) * up_->forward(x));
+  return down_->forward(swiglu(gate_->forward(x), up_->forward(x)));
 }
 
 }  // namespace fsdp::models

@@ -4,7 +4,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/silu.h>
 #include <ATen/ops/zeros.h>
 
 #include <cmath>
@@ -15,6 +14,7 @@
 #include "fsdp/mesh/rank_generator.h"
 #include "fsdp/module/grouped_linear.h"
 #include "fsdp/moe/permutation.h"
+#include "models/swiglu.h"
 
 namespace fsdp::models {
 
@@ -48,7 +48,7 @@ ExpertsImpl::ExpertsImpl(std::int64_t experts, std::int64_t width, std::int64_t 
 
 at::Tensor ExpertsImpl::forward(const at::Tensor& x, std::vector<std::int64_t> rows) const {
   const RowGroups groups = row_groups(std::move(rows), x.device());
-  return grouped_linear(at::silu(grouped_linear(x, gate_, groups)) * grouped_linear(x, up_, groups), down_, groups);
+  return grouped_linear(swiglu(grouped_linear(x, gate_, groups), grouped_linear(x, up_, groups)), down_, groups);
 }
 
 MoeBlockImpl::MoeBlockImpl(const MoeConfig& config, bool dense, std::int64_t own_experts,

@@ -5,18 +5,70 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/cos.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
 #include <ATen/ops/sin.h>
 #include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <bit>
 
+#include "fsdp/base/check.h"
+#include "fsdp/runtime/device_kernels.h"
+
 namespace fsdp::models {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+at::Tensor rotated(const at::Tensor& some, const at::Tensor& cosine, const at::Tensor& sine, bool backward) {
+  const at::Tensor x = some.stride(3) == 1 ? some : some.contiguous();
+  at::Tensor out = at::empty(x.sizes(), x.options());
+  device_kernels(x.device().index())
+      ->rotate({.x = x.const_data_ptr(),
+                .batch_stride = x.stride(0),
+                .position_stride = x.stride(1),
+                .head_stride = x.stride(2),
+                .out = out.mutable_data_ptr(),
+                .cosine = cosine.const_data_ptr(),
+                .sine = sine.const_data_ptr(),
+                .dtype = x.scalar_type(),
+                .batches = x.size(0),
+                .positions = x.size(1),
+                .heads = x.size(2),
+                .width = x.size(3),
+                .backward = backward});
+  return out;
+}
+
+class RotateFunction : public torch::autograd::Function<RotateFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& cosine,
+                            const at::Tensor& sine) {
+    context->saved_data["cosine"] = cosine;
+    context->saved_data["sine"] = sine;
+    return rotated(x, cosine, sine, /*backward=*/false);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    FSDP_CHECK(!at::GradMode::is_enabled(), UsageError,
+               "rotary positions: gradients of gradients are not supported on a GPU");
+    return {rotated(gradients[0], context->saved_data["cosine"].toTensor(), context->saved_data["sine"].toTensor(),
+                    /*backward=*/true),
+            {},
+            {}};
+  }
+};
+
+}  // namespace
 
 at::Tensor RotaryTable::rotate(const at::Tensor& x) {
   const auto& entry = find(x);
+  if (x.is_cuda() && x.scalar_type() != at::kDouble && device_kernels(x.device().index()) != nullptr)
+    return RotateFunction::apply(x, entry.cosine, entry.sine);
   const std::int64_t positions = x.size(1);
   const std::int64_t half = head_width_ / 2;
   const at::Tensor swapped = at::cat({x.narrow(-1, half, half), x.narrow(-1, 0, half)}, -1);

@@ -15,7 +15,8 @@ class RotaryTable {
  public:
   RotaryTable(std::int64_t head_width, double theta) : head_width_(head_width), theta_(theta) {}
 
-  // x: (batch, position, head, head_width); position p is rotated by p times each pair's frequency.
+  // x: (batch, position, head, head_width); position p is rotated by p times each pair's frequency. On a GPU one kernel
+  // forward and one backward, rounded once; no gradients of gradients there.
   [[nodiscard]] at::Tensor rotate(const at::Tensor& x);
 
  private:

@@ -70,7 +70,7 @@ class Sharded final : public TrainMode {
   at::Tensor step(const Batch& batch) override {
     const auto loss = call(model_, &models::TransformerImpl::loss, batch.tokens, batch.targets);
     loss.backward();
-    optimizer_->step(clip_grad_norm_(*context, kClip));
+    optimizer_->step(grad_norm(*context), kClip);
     optimizer_->zero_grad();
     return loss.detach();
   }

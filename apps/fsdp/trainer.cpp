@@ -210,8 +210,8 @@ at::Tensor Trainer::compute(const std::vector<BatchTensors>& batches) {
   const at::Tensor loss_sum =
       model_->forward_backward(batches, config_.data.mask_document_starts ? loss_scale_ : at::Tensor());
   const double clip = config_.optimizer.clip_norm;
-  const auto norm = clip > 0 ? clip_grad_norm_(*context_, clip) : grad_norm(*context_);
-  optimizer_->step(norm);
+  const auto norm = grad_norm(*context_);
+  optimizer_->step(norm, clip > 0 ? std::optional(clip) : std::nullopt);
   result_.peak_bytes =
       std::max(result_.peak_bytes, context_->memory_report().total().value() + optimizer_->state_bytes().value());
   optimizer_->zero_grad();

@@ -17,7 +17,7 @@ AdamW::AdamW(FsdpContext& context, const AdamWOptions& options, const ParameterO
 }
 
 void AdamW::update_on_device(const std::vector<DeviceRun>& runs, const at::Tensor& learning_rate,
-                             const std::optional<at::Tensor>& skip) {
+                             const std::optional<at::Tensor>& skip, const std::optional<at::Tensor>& gradient_scale) {
   std::vector<AdamWPiece> pieces;
   pieces.reserve(runs.size());
   for (const DeviceRun& r : runs) {
@@ -39,6 +39,7 @@ void AdamW::update_on_device(const std::vector<DeviceRun>& runs, const at::Tenso
   kernels()->adamw(
       pieces, {.learning_rate = static_cast<const float*>(learning_rate.const_data_ptr()),
                .skip = skip ? static_cast<const float*>(skip->const_data_ptr()) : nullptr,
+               .gradient_scale = gradient_scale ? static_cast<const float*>(gradient_scale->const_data_ptr()) : nullptr,
                .heed_marks = pieces.empty() ? false : runs.front().run->group->mesh().mesh().runtime()->capturing(),
                .beta1 = options_.beta1,
                .beta2 = options_.beta2,

@@ -22,7 +22,8 @@ class AdamW final : public ShardedOptimizer {
   void update(const std::vector<ShardRun*>& runs, const std::vector<at::Tensor>& gradients,
               const ParameterOptions& options, const std::optional<at::Tensor>& skip) override;
   void update_on_device(const std::vector<DeviceRun>& runs, const at::Tensor& learning_rate,
-                        const std::optional<at::Tensor>& skip) override;
+                        const std::optional<at::Tensor>& skip,
+                        const std::optional<at::Tensor>& gradient_scale) override;
   AdamWOptions options_;
 };
 

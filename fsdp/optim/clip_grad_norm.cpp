@@ -4,6 +4,7 @@
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/clamp.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/stack.h>
@@ -18,6 +19,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/dbuffer/dbuffer.h"
+#include "fsdp/runtime/kernels.h"
 
 namespace fsdp {
 namespace {
@@ -75,6 +77,17 @@ at::Tensor total_of_all_sets(const Sums& sums, const DeviceMesh& mesh, const at:
   return all.sum();
 }
 
+// Of dense pieces, in one reading of them.
+std::vector<at::Tensor> norms_by_kernel(const std::vector<at::Tensor>& gradients, Kernels& kernels) {
+  std::vector<NormPiece> pieces;
+  for (const auto& g : gradients) pieces.push_back({g.const_data_ptr(), g.numel(), g.scalar_type()});
+  const auto floats = gradients.front().options().dtype(at::kFloat);
+  const at::Tensor scratch = at::empty({kernels.norm_scratch(pieces.size())}, floats);
+  const at::Tensor norms = at::empty({static_cast<std::int64_t>(pieces.size())}, floats);
+  kernels.norms(pieces, scratch.mutable_data_ptr<float>(), norms.mutable_data_ptr<float>());
+  return norms.unbind();
+}
+
 // Norms of a group's gradients on this rank, one a piece. Units that are still being reduced come last, in their order,
 // so that those before them are read meanwhile; the values do not depend on it.
 std::map<const FsdpParameterGroup*, std::vector<at::Tensor>> norms_of_pieces(FsdpContext& context,
@@ -83,9 +96,13 @@ std::map<const FsdpParameterGroup*, std::vector<at::Tensor>> norms_of_pieces(Fsd
   std::map<const FsdpParameterGroup*, std::vector<at::Tensor>> norms;
   std::vector<at::Tensor> pieces;
   std::vector<const FsdpParameterGroup*> owners;  // [piece]
+  Kernels* kernels = context.mesh().runtime()->kernels();
   const auto flush = [&] {
     if (pieces.empty()) return;
-    const auto some = at::_foreach_norm(pieces, 2, dtype);
+    const bool by_kernel = kernels != nullptr && std::ranges::all_of(pieces, [](const at::Tensor& g) {
+                             return g.is_contiguous() && g.scalar_type() != at::kDouble;
+                           });
+    const auto some = by_kernel ? norms_by_kernel(pieces, *kernels) : at::_foreach_norm(pieces, 2, dtype);
     for (std::size_t i = 0; i < some.size(); ++i) norms[owners[i]].push_back(some[i]);
     pieces.clear();
     owners.clear();
@@ -138,12 +155,15 @@ at::Tensor grad_norm(FsdpContext& context) {
   return total.sqrt().to(at::kFloat);
 }
 
-at::Tensor clip_grad_norm_(FsdpContext& context, double max_norm) {
-  FSDP_CHECK(max_norm > 0, UsageError, "clip_grad_norm_: max_norm is {}, expected more than 0", max_norm);
-  at::Tensor norm = grad_norm(context);
+at::Tensor clip_scale(const at::Tensor& norm, double max_norm) {
+  FSDP_CHECK(max_norm > 0, UsageError, "clipping: max_norm is {}, expected more than 0", max_norm);
   at::NoGradGuard no_grad;
   const at::Tensor wanted = at::clamp((norm + 1e-6).reciprocal().mul(max_norm), {}, 1.0);
-  const at::Tensor scale = at::where(at::isfinite(norm), wanted, at::ones_like(norm));
+  return at::where(at::isfinite(norm), wanted, at::ones_like(norm));
+}
+
+void scale_gradients(FsdpContext& context, const at::Tensor& scale) {
+  at::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;
   for (FsdpParameterGroup* group : context.groups()) {
     if (!group->trainable()) continue;
@@ -154,6 +174,12 @@ at::Tensor clip_grad_norm_(FsdpContext& context, double max_norm) {
   } else {
     for (at::Tensor& gradient : gradients) gradient.mul_(scale);
   }
+}
+
+at::Tensor clip_grad_norm_(FsdpContext& context, double max_norm) {
+  FSDP_CHECK(max_norm > 0, UsageError, "clip_grad_norm_: max_norm is {}, expected more than 0", max_norm);
+  at::Tensor norm = grad_norm(context);
+  scale_gradients(context, clip_scale(norm, max_norm));
   return norm;
 }
 

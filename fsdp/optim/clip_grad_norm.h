@@ -16,4 +16,9 @@ namespace fsdp {
 // leaves the gradients as they are; ShardedOptimizer::step(norm) then skips the update.
 at::Tensor clip_grad_norm_(FsdpContext& context, double max_norm);
 
+// Its two parts: the factor, an fp32 scalar on the norm's device, and the multiplication. (ShardedOptimizer::step takes
+// a max_norm and does both.)
+[[nodiscard]] at::Tensor clip_scale(const at::Tensor& norm, double max_norm);
+void scale_gradients(FsdpContext& context, const at::Tensor& scale);
+
 }  // namespace fsdp

@@ -11,6 +11,7 @@
 #include <functional>
 
 #include "fsdp/base/check.h"
+#include "fsdp/optim/clip_grad_norm.h"
 
 namespace fsdp {
 
@@ -86,7 +87,7 @@ void ShardedOptimizer::set_learning_rate(double learning_rate) {
   if (device_rate_.defined()) device_rate_.fill_(learning_rate);
 }
 
-void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
+void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm, const std::optional<double>& max_norm) {
   const auto alive = context();
   alive->check_gradients_reduced("optimizer step");
   alive->optimizer_stepped();
@@ -103,6 +104,12 @@ void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
   FSDP_CHECK(kernels_ != nullptr || !alive->mesh().runtime()->capturing(), UsageError,
              "this optimizer's step would keep the learning rate of now in a captured step; on a GPU fsdp::AdamW over "
              "gradients of at most fp32 can be captured");
+  std::optional<at::Tensor> scale;
+  if (max_norm) {
+    FSDP_CHECK(gradient_norm.has_value(), UsageError, "optimizer step: max_norm needs the gradients' norm (grad_norm)");
+    scale = clip_scale(*gradient_norm, *max_norm);
+    if (kernels_ == nullptr) scale_gradients(*alive, *scale);
+  }
   for (std::size_t i = 0; i < runs_.size() && kernels_ == nullptr; ++i) {
     const auto& parameters = runs_[i].parameters;
     const auto defined = std::count_if(parameters.begin(), parameters.end(),
@@ -112,7 +119,7 @@ void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm) {
   const auto step_some = [&](std::span<ShardRun> runs) {
     if (runs.empty()) return;
     if (kernels_ != nullptr)
-      step_on_device(runs, skip);
+      step_on_device(runs, skip, scale);
     else
       step_by_operators(runs, skip);
   };
@@ -165,7 +172,8 @@ void ShardedOptimizer::step_by_operators(std::span<ShardRun> some, const std::op
   }
 }
 
-void ShardedOptimizer::step_on_device(std::span<ShardRun> some, const std::optional<at::Tensor>& skip) {
+void ShardedOptimizer::step_on_device(std::span<ShardRun> some, const std::optional<at::Tensor>& skip,
+                                      const std::optional<at::Tensor>& gradient_scale) {
   std::vector<DeviceRun> runs;
   FsdpParameterGroup* group = nullptr;
   std::byte* gradients = nullptr;  // of the group's whole shard
@@ -180,7 +188,7 @@ void ShardedOptimizer::step_on_device(std::span<ShardRun> some, const std::optio
     const auto width = static_cast<std::int64_t>(c10::elementSize(group->dtypes().gradient));
     runs.push_back({&run, gradients + (run.range.begin - shard.begin) * width, group->low_precision_copy(run.range)});
   }
-  if (!runs.empty()) update_on_device(runs, device_rate_, skip);
+  if (!runs.empty()) update_on_device(runs, device_rate_, skip, gradient_scale);
 }
 
 void ShardedOptimizer::zero_grad(bool set_to_none) {

@@ -57,8 +57,11 @@ class ShardedOptimizer {
   ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;
 
   // Updates every parameter that has a gradient. With a norm (of clip_grad_norm_) that is not finite, nothing is
-  // updated on any rank and the step is counted as skipped. Enqueued on the current stream; no host wait on a GPU.
-  void step(const std::optional<at::Tensor>& gradient_norm = std::nullopt);
+  // updated on any rank and the step is counted as skipped. With a `max_norm` gradients count as clipped to it: the
+  // same bits as clip_grad_norm_ before, on a GPU without a pass of its own (what `.grad` holds afterwards is
+  // unspecified). Enqueued on the current stream; no host wait on a GPU.
+  void step(const std::optional<at::Tensor>& gradient_norm = std::nullopt,
+            const std::optional<double>& max_norm = std::nullopt);
 
   // Gradients become undefined and their memory is freed, or are zeroed in place.
   void zero_grad(bool set_to_none = true);
@@ -94,12 +97,14 @@ class ShardedOptimizer {
 
   // Optimizers with a kernel of their own get all runs at once instead, each one parameter's.
   virtual void update_on_device(const std::vector<DeviceRun>&, const at::Tensor& /*learning_rate*/,
-                                const std::optional<at::Tensor>& /*skip*/) {}
+                                const std::optional<at::Tensor>& /*skip*/,
+                                const std::optional<at::Tensor>& /*gradient_scale: fp32 scalar*/) {}
   [[nodiscard]] Kernels* kernels() const { return kernels_; }
 
  private:
   void step_by_operators(std::span<ShardRun> runs, const std::optional<at::Tensor>& skip);
-  void step_on_device(std::span<ShardRun> runs, const std::optional<at::Tensor>& skip);
+  void step_on_device(std::span<ShardRun> runs, const std::optional<at::Tensor>& skip,
+                      const std::optional<at::Tensor>& gradient_scale);
   void add_trainable_groups(FsdpContext& context);
   void split(std::size_t run);  // into one run per parameter, when their gradients stop coming together
 

@@ -78,12 +78,45 @@ struct AdamWPiece {
 };
 
 struct AdamWStep {
-  const float* learning_rate = nullptr;  // on the device, so that a captured step can change it
-  const float* skip = nullptr;           // on the device, 1: nothing changes; null: never
+  const float* learning_rate = nullptr;   // on the device, so that a captured step can change it
+  const float* skip = nullptr;            // on the device, 1: nothing changes; null: never
+  const float* gradient_scale = nullptr;  // on the device, what gradients are multiplied by; null: 1
   // A gradient whose first element is -0 leaves its piece alone. For captured steps: elsewhere unused gradients are
   // undefined, and arithmetic of the user's may make -0.
   bool heed_marks = false;
   double beta1 = 0.9, beta2 = 0.999, epsilon = 1e-8;
+};
+
+// A piece of a gradient whose norm is asked for.
+struct NormPiece {
+  const void* data = nullptr;
+  std::int64_t count = 0;  // elements
+  c10::ScalarType dtype = c10::kFloat;
+};
+
+// Elementwise gate * sigmoid(gate) * up, dense, in fp32 and rounded once; and its gradients.
+struct SwiGlu {
+  const void* gate = nullptr;
+  const void* up = nullptr;
+  c10::ScalarType dtype = c10::kBFloat16;  // not Double, of all
+  std::int64_t count = 0;                  // elements
+  void* out = nullptr;                     // forward
+  const void* gradient = nullptr;          // of out; backward
+  void* gate_gradient = nullptr;
+  void* up_gradient = nullptr;
+};
+
+// Heads turned by rotary positions: of each, element i with element i + width / 2. The tables are (positions, width),
+// the sine's first half negative. Backward is the same with the sign turned.
+struct Rotation {
+  const void* x = nullptr;  // (batch, position, head, width); elements of a head lie side by side
+  std::int64_t batch_stride = 0, position_stride = 0, head_stride = 0;  // elements
+  void* out = nullptr;                                                  // the same, dense
+  const void* cosine = nullptr;
+  const void* sine = nullptr;
+  c10::ScalarType dtype = c10::kBFloat16;  // not Double, of all
+  std::int64_t batches = 0, positions = 0, heads = 0, width = 0;
+  bool backward = false;
 };
 
 // Cross entropy of rows of logits, in one reading of them.
@@ -106,6 +139,13 @@ class Kernels {
   // All entries write to memory of `dtype`; they do not overlap.
   virtual void pack(std::span<const PackEntry> entries, c10::ScalarType dtype) = 0;
   virtual void adamw(std::span<const AdamWPiece> pieces, const AdamWStep& step) = 0;
+  // norms[piece] = the 2-norm of each, in an order of its own that is the same in every run. `scratch` has room for
+  // norm_scratch(pieces) numbers. No Double.
+  virtual void norms(std::span<const NormPiece> pieces, float* scratch, float* norms) = 0;
+  [[nodiscard]] virtual std::int64_t norm_scratch(std::size_t pieces) const = 0;
+  virtual void swiglu_forward(const SwiGlu& arguments) = 0;
+  virtual void swiglu_backward(const SwiGlu& arguments) = 0;
+  virtual void rotate(const Rotation& arguments) = 0;
   virtual void cross_entropy_forward(const CrossEntropy& arguments) = 0;
   virtual void cross_entropy_backward(const CrossEntropy& arguments) = 0;  // logits become their gradients
   // Keeps `blocks` multiprocessors busy for so long; for tests and models of communication.

@@ -2,6 +2,7 @@
 # `fsdp train` that stops and goes on, and `fsdp checkpoint`: losses of a run that never stopped, to the last digit.
 # Usage: command_checkpoint_test.sh FSDP_BINARY TINY_CONFIG
 set -uo pipefail
+export OMP_NUM_THREADS=1  # sums over several threads do not come out alike twice
 fsdp=$1
 config=$2
 work=$(mktemp -d)

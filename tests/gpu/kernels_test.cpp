@@ -184,6 +184,26 @@ TEST(GpuKernels, AdamWEqualsATen) {
   }
 }
 
+TEST(GpuKernels, AdamWScalesGradientsAsAPassBeforeWould) {
+  constexpr std::int64_t kCount = 5001;
+  const at::Tensor gradient = random_on_gpu({kCount}, 2), rate = at::full({}, 1e-2, gradient.options());
+  const at::Tensor scale = at::full({}, 0.37, gradient.options()), scaled = gradient * scale;
+  const auto updated = [&](const at::Tensor& g, const float* factor) {
+    at::Tensor weight = random_on_gpu({kCount}, 1), m = random_on_gpu({kCount}, 3) * 0.1, v = m.square();
+    at::Tensor step = at::full({}, 4.0, weight.options());
+    const AdamWPiece piece{.weight = weight.mutable_data_ptr(),
+                           .first_moment = m.mutable_data_ptr(),
+                           .second_moment = v.mutable_data_ptr(),
+                           .step = step.mutable_data_ptr<float>(),
+                           .gradient = g.const_data_ptr(),
+                           .count = kCount};
+    kernels().adamw({&piece, 1}, {.learning_rate = rate.const_data_ptr<float>(), .gradient_scale = factor});
+    return at::cat({weight, m, v});
+  };
+  EXPECT_TRUE(at::equal(updated(gradient, scale.const_data_ptr<float>()), updated(scaled, nullptr)));
+  EXPECT_FALSE(at::equal(updated(gradient, nullptr), updated(scaled, nullptr)));
+}
+
 TEST(GpuKernels, AdamWTakesMixedDtypesAndManyPieces) {
   std::vector<at::Tensor> weights, gradients, firsts, seconds, steps, wanted;
   std::vector<AdamWPiece> pieces;

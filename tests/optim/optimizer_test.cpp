@@ -101,6 +101,30 @@ TEST(ShardedOptimizer, ANormThatIsNotFiniteSkipsTheStepOnEveryRankAndIsCounted) 
   });
 }
 
+TEST(ShardedOptimizer, AStepThatClipsEqualsClippingBefore) {
+  for (const bool adamw : {true, false}) {
+    run_toy(2, [&](ToyRank& r) {
+      ToyRank other(r.context->mesh().world());
+      const auto make = [&](FsdpContext& context) -> std::unique_ptr<ShardedOptimizer> {
+        if (adamw) return std::make_unique<AdamW>(context, AdamWOptions{.learning_rate = 0.01});
+        return std::make_unique<Sgd>(context, SgdOptions{.learning_rate = 0.1, .momentum = 0.5});
+      };
+      const auto before = make(*r.context), within = make(*other.context);
+      for (int step = 0; step < 3; ++step) {
+        toy_loss(r.model, step).backward();
+        before->step(clip_grad_norm_(*r.context, 0.01));
+        before->zero_grad();
+        toy_loss(other.model, step).backward();
+        within->step(grad_norm(*other.context), 0.01);
+        within->zero_grad();
+      }
+      for (const auto& [name, leaf] : r.context->named_parameters())
+        EXPECT_TRUE(at::equal(r.context->full_parameter(name), other.context->full_parameter(name))) << name;
+      EXPECT_THROW(within->step(std::nullopt, 1.0), UsageError);
+    });
+  }
+}
+
 TEST(ClipGradNorm, CountsEveryElementOnceHoweverItIsPlaced) {
   auto reference = make_toy_model();
   toy_loss(reference, 1).backward();

@@ -10,6 +10,8 @@
 
 #include "fsdp/runtime/cuda/cuda_check.h"
 #include "fsdp/runtime/cuda/kernel_source.h"
+#include "fsdp/runtime/cuda/model_kernel_source.h"
+#include "fsdp/runtime/cuda/optimizer_kernel_source.h"
 
 namespace fsdp::cuda {
 namespace {
@@ -17,7 +19,7 @@ namespace {
 constexpr int kThreads = 256, kElements = 8;  // a thread handles so many at a time
 constexpr int kBlocksPerMultiprocessor = 8;
 constexpr std::int64_t kMostRows = 32768;
-constexpr std::size_t kPackEntries = 64, kAdamWPieces = 40;
+constexpr std::size_t kPackEntries = 64, kAdamWPieces = 40, kNormPieces = 64;
 
 // As in kernel_source.h.
 struct DevicePackEntry {
@@ -40,6 +42,22 @@ struct DeviceAdamWPiece {
 };
 struct DeviceAdamWArguments {
   DeviceAdamWPiece piece[kAdamWPieces];
+};
+struct DeviceNormPiece {
+  const void* data;
+  std::int64_t count;
+  int dtype, unused;
+};
+struct DeviceNormArguments {
+  DeviceNormPiece piece[kNormPieces];
+};
+struct DeviceRotation {
+  const void* x;
+  void* out;
+  const void *cosine, *sine;
+  std::int64_t batch_stride, position_stride, head_stride, positions, heads, width, rows;
+  int dtype;
+  float sign;
 };
 static_assert(sizeof(DevicePackArguments) <= 4000 && sizeof(DeviceAdamWArguments) <= 4000);
 
@@ -77,7 +95,8 @@ std::vector<char> compile(int major, int minor) {
     }
     detail::fail<Error>("NVRTC: {} of the library's kernels failed: {}\n{}", what, nvrtcGetErrorString(result), log);
   };
-  check(nvrtcCreateProgram(&program, kKernelSource, "fsdp_kernels.cu", 0, nullptr, nullptr), "creation");
+  const std::string source = std::string(kKernelSource) + kOptimizerKernelSource + kModelKernelSource;
+  check(nvrtcCreateProgram(&program, source.c_str(), "fsdp_kernels.cu", 0, nullptr, nullptr), "creation");
   const std::string architecture = fmt::format("--gpu-architecture=sm_{}{}", major, minor);
   // No contraction: sums are the same as the host's.
   const char* options[] = {architecture.c_str(), "--std=c++17", "--fmad=false"};
@@ -107,6 +126,11 @@ class CudaKernels final : public Kernels {
     pack_ = find("fsdp_pack");
     adamw_ = find("fsdp_adamw");
     adamw_count_ = find("fsdp_adamw_count");
+    squares_ = find("fsdp_squares");
+    norms_ = find("fsdp_norms");
+    swiglu_forward_ = find("fsdp_swiglu_forward");
+    swiglu_backward_ = find("fsdp_swiglu_backward");
+    rotate_ = find("fsdp_rotate");
     entropy_forward_ = find("fsdp_cross_entropy_forward");
     entropy_backward_ = find("fsdp_cross_entropy_backward");
     spin_ = find("fsdp_spin");
@@ -180,7 +204,7 @@ class CudaKernels final : public Kernels {
   }
 
   void adamw(std::span<const AdamWPiece> pieces, const AdamWStep& step) override {
-    const float *learning_rate = step.learning_rate, *skip = step.skip;
+    const float *learning_rate = step.learning_rate, *skip = step.skip, *gradient_scale = step.gradient_scale;
     double beta1 = step.beta1, beta2 = step.beta2;
     float epsilon = static_cast<float>(step.epsilon);
     int marks = step.heed_marks ? 1 : 0;
@@ -205,12 +229,61 @@ class CudaKernels final : public Kernels {
                            0};
         most = std::max(most, p.count);
       }
-      void* arguments[] = {&device, &learning_rate, &skip, &marks, &beta1, &beta2, &epsilon};
+      void* arguments[] = {&device, &learning_rate, &skip, &marks, &beta1, &beta2, &epsilon, &gradient_scale};
       launch(adamw_, dim3(blocks(most, kElements), static_cast<unsigned>(some.size())), arguments);
       int count = static_cast<int>(some.size());
       void* count_arguments[] = {&device, &count, &skip, &marks};
       launch(adamw_count_, dim3(1), count_arguments);
     }
+  }
+
+  void norms(std::span<const NormPiece> pieces, float* scratch, float* norms) override {
+    for (std::size_t begin = 0; begin < pieces.size(); begin += kNormPieces) {
+      const auto some = pieces.subspan(begin, std::min(kNormPieces, pieces.size() - begin));
+      DeviceNormArguments device{};
+      std::int64_t most = 1;
+      for (std::size_t i = 0; i < some.size(); ++i) {
+        FSDP_INVARIANT(some[i].dtype != c10::kDouble);
+        device.piece[i] = {some[i].data, some[i].count, code(some[i].dtype), 0};
+        most = std::max(most, some[i].count);
+      }
+      const unsigned across = blocks(most, kElements), count = static_cast<unsigned>(some.size());
+      void* squares[] = {&device, &scratch};
+      launch(squares_, dim3(across, count), squares);
+      int across_argument = static_cast<int>(across);
+      float* to = norms + begin;
+      void* sums[] = {&scratch, &across_argument, &to};
+      launch(norms_, dim3(count), sums);
+    }
+  }
+  [[nodiscard]] std::int64_t norm_scratch(std::size_t pieces) const override {
+    return static_cast<std::int64_t>(std::min(kNormPieces, pieces)) * multiprocessors_ * kBlocksPerMultiprocessor;
+  }
+
+  void swiglu_forward(const SwiGlu& s) override {
+    if (s.count == 0) return;
+    SwiGlu a = s;
+    int dtype = code(s.dtype);
+    void* arguments[] = {&a.gate, &a.up, &a.out, &dtype, &a.count};
+    launch(swiglu_forward_, dim3(all_blocks(s.count, kElements)), arguments);
+  }
+  void swiglu_backward(const SwiGlu& s) override {
+    if (s.count == 0) return;
+    SwiGlu a = s;
+    int dtype = code(s.dtype);
+    void* arguments[] = {&a.gradient, &a.gate, &a.up, &a.gate_gradient, &a.up_gradient, &dtype, &a.count};
+    launch(swiglu_backward_, dim3(all_blocks(s.count, kElements)), arguments);
+  }
+  void rotate(const Rotation& r) override {
+    const std::int64_t rows = r.batches * r.positions * r.heads;
+    if (rows == 0 || r.width == 0) return;
+    DeviceRotation device{
+        r.x,         r.out,   r.cosine, r.sine, r.batch_stride, r.position_stride,        r.head_stride,
+        r.positions, r.heads, r.width,  rows,   code(r.dtype),  r.backward ? -1.0f : 1.0f};
+    void* arguments[] = {&device};
+    const std::int64_t chunks = (r.width / 2 + kElements - 1) / kElements;
+    FSDP_INVARIANT(rows * chunks < std::int64_t{1} << 32);
+    launch(rotate_, dim3(all_blocks(rows * chunks, 1)), arguments);
   }
 
   void cross_entropy_forward(const CrossEntropy& c) override {
@@ -270,11 +343,20 @@ class CudaKernels final : public Kernels {
     void* pack[] = {&entries, &dtype};
     launch(pack_, dim3(1), pack);
     DeviceAdamWArguments pieces{};
-    void* adamw[] = {&pieces, &nothing, &nothing, &dtype, &wide_one, &wide_one, &one};
+    void* adamw[] = {&pieces, &nothing, &nothing, &dtype, &wide_one, &wide_one, &one, &nothing};
     launch(adamw_, dim3(1), adamw);
     void* counted[] = {&pieces, &dtype, &nothing, &dtype};
     launch(adamw_count_, dim3(1), counted);
+    DeviceNormArguments no_pieces{};
     float* none = nullptr;
+    void* swiglu[] = {&nothing, &nothing, &nothing, &dtype, &count};
+    launch(swiglu_forward_, dim3(1), swiglu);
+    void* swiglu_back[] = {&nothing, &nothing, &nothing, &nothing, &nothing, &dtype, &count};
+    launch(swiglu_backward_, dim3(1), swiglu_back);
+    DeviceRotation no_rows{};
+    no_rows.heads = no_rows.positions = no_rows.width = 2;
+    void* rotation[] = {&no_rows};
+    launch(rotate_, dim3(1), rotation);
     const std::int64_t* no_targets = nullptr;
     // No columns: the forward kernel still writes one row's results, the backward one nothing.
     void* row = nullptr;
@@ -285,6 +367,11 @@ class CudaKernels final : public Kernels {
     void* entropy[] = {&nothing, &dtype, &count, &no_targets, &none, &none};
     launch(entropy_forward_, dim3(1), entropy);
     launch(entropy_backward_, dim3(1), entropy);
+    void* squares[] = {&no_pieces, &none};
+    launch(squares_, dim3(1), squares);
+    int one_block = 1;
+    void* norm[] = {&none, &one_block, &none};
+    launch(norms_, dim3(1), norm);
     meet({.count = static_cast<std::uint32_t*>(row)});  // of one rank
     FSDP_CUDA_CHECK(cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream().stream()));
     FSDP_CUDA_CHECK(cudaFree(row));
@@ -300,6 +387,11 @@ class CudaKernels final : public Kernels {
         std::clamp<std::int64_t>(needed, 1, std::int64_t{multiprocessors_} * kBlocksPerMultiprocessor));
   }
 
+  [[nodiscard]] static unsigned all_blocks(std::int64_t count, int per_thread) {
+    return static_cast<unsigned>((count + std::int64_t{kThreads} * per_thread - 1) /
+                                 (std::int64_t{kThreads} * per_thread));
+  }
+
   static void launch(const void* kernel, dim3 grid, void** arguments) {
     FSDP_CUDA_CHECK(
         cudaLaunchKernel(kernel, grid, dim3(kThreads), arguments, 0, c10::cuda::getCurrentCUDAStream().stream()));
@@ -308,8 +400,8 @@ class CudaKernels final : public Kernels {
   std::vector<char> binary_;
   cudaLibrary_t library_ = nullptr;
   int multiprocessors_ = 1, shared_memory_ = 0;
-  const void *scaled_sum_, *scaled_sum_double_, *sum_of_parts_, *meet_, *pack_, *adamw_, *adamw_count_,
-      *entropy_forward_, *entropy_backward_, *spin_;
+  const void *scaled_sum_, *scaled_sum_double_, *sum_of_parts_, *meet_, *pack_, *adamw_, *adamw_count_, *squares_,
+      *norms_, *swiglu_forward_, *swiglu_backward_, *rotate_, *entropy_forward_, *entropy_backward_, *spin_;
 };
 
 }  // namespace

@@ -1,4 +1,5 @@
-// CUDA C++ of the library's own kernels, compiled by NVRTC when a runtime is made (docs/kernels.md).
+// CUDA C++ of the library's own kernels, compiled by NVRTC when a runtime is made (docs/kernels.md): what all of them use,
+// sums, packing, cross entropy. The optimizer's and the models' follow in headers of their own, as one program.
 //
 // Dtype codes: 0 float, 1 bf16, 2 half, 3 double; the structs mirror those of cuda_kernels.cpp. Threads handle eight
 // elements at a time where both sides are aligned to them.
@@ -270,78 +271,6 @@ extern "C" __global__ void fsdp_pack(const __grid_constant__ PackArguments argum
       }
     }
   }
-}
-
-struct AdamWPiece {
-  void* weight; void* first; void* second; float* step; const void* gradient; void* low; i64 count;
-  float scale; float decay; int weight_dtype; int gradient_dtype; int low_dtype; int unused_;
-};
-struct AdamWArguments { AdamWPiece piece[40]; };
-
-__device__ inline bool adamw_rests(const AdamWPiece& p, const float* skip, int marks) {
-  if (skip != 0 && *skip != 0.0f) return true;
-  return marks && is_mark(load1(p.gradient, p.gradient_dtype, 0));
-}
-
-extern "C" __global__ void fsdp_adamw(const __grid_constant__ AdamWArguments arguments, const float* learning_rate,
-                                      const float* skip, int marks, double beta1, double beta2, float epsilon) {
-  const AdamWPiece& p = arguments.piece[blockIdx.y];
-  i64 first = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 8;
-  if ((i64)blockIdx.x * blockDim.x * 8 >= p.count) return;
-  __shared__ float shared[3];
-  if (threadIdx.x == 0) {
-    double step = (double)*p.step + 1.0;
-    double bias1 = 1.0 - pow(beta1, step), bias2 = 1.0 - pow(beta2, step);
-    shared[0] = (float)((double)(*learning_rate * p.scale) / bias1);
-    shared[1] = (float)sqrt(bias2);
-    shared[2] = adamw_rests(p, skip, marks) ? 1.0f : 0.0f;
-  }
-  __syncthreads();
-  if (shared[2] != 0.0f) return;
-  float rate = *learning_rate * p.scale, step_size = shared[0], root2 = shared[1];
-  float b1 = (float)beta1, b2 = (float)beta2, c1 = (float)(1.0 - beta1), c2 = (float)(1.0 - beta2);
-  bool fast = aligned8(p.weight) && aligned8(p.first) && aligned8(p.second) && aligned8(p.gradient) && aligned8(p.low);
-  i64 stride = (i64)gridDim.x * blockDim.x * 8;
-  for (i64 i = first; i < p.count; i += stride) {
-    float w[8], g[8], m[8], v[8];
-    int count = p.count - i < 8 ? (int)(p.count - i) : 8;
-    bool whole = fast && count == 8;
-    if (whole) {
-      load8(p.weight, p.weight_dtype, i, w); load8(p.gradient, p.gradient_dtype, i, g);
-      load8(p.first, p.weight_dtype, i, m); load8(p.second, p.weight_dtype, i, v);
-    } else {
-      for (int k = 0; k < count; ++k) {
-        w[k] = load1(p.weight, p.weight_dtype, i + k); g[k] = load1(p.gradient, p.gradient_dtype, i + k);
-        m[k] = load1(p.first, p.weight_dtype, i + k); v[k] = load1(p.second, p.weight_dtype, i + k);
-      }
-    }
-    for (int k = 0; k < 8; ++k) {
-      if (k >= count) break;
-      w[k] -= rate * p.decay * w[k];
-      m[k] = b1 * m[k] + c1 * g[k];
-      v[k] = b2 * v[k] + c2 * g[k] * g[k];
-      w[k] -= step_size * m[k] / (sqrtf(v[k]) / root2 + epsilon);
-    }
-    if (whole) {
-      store8(p.weight, p.weight_dtype, i, w, [] { return 0xffu; });
-      store8(p.first, p.weight_dtype, i, m, [] { return 0xffu; });
-      store8(p.second, p.weight_dtype, i, v, [] { return 0xffu; });
-      if (p.low != 0) store8(p.low, p.low_dtype, i, w, [] { return 0xffu; });
-    } else {
-      for (int k = 0; k < count; ++k) {
-        store1(p.weight, p.weight_dtype, i + k, w[k], true);
-        store1(p.first, p.weight_dtype, i + k, m[k], true);
-        store1(p.second, p.weight_dtype, i + k, v[k], true);
-        if (p.low != 0) store1(p.low, p.low_dtype, i + k, w[k], true);
-      }
-    }
-  }
-}
-
-// After the update: counts it.
-extern "C" __global__ void fsdp_adamw_count(const __grid_constant__ AdamWArguments arguments, int pieces, const float* skip, int marks) {
-  int k = threadIdx.x;
-  if (k < pieces && !adamw_rests(arguments.piece[k], skip, marks)) *arguments.piece[k].step += 1.0f;
 }
 
 // One block a row: maximum and sum of exponentials in one pass over the logits.
