@@ -32,7 +32,10 @@ using checkpoint::TensorReader;
 constexpr std::string_view kWeights = "weights/";
 
 // "weights", "optimizer/exp_avg", ...: what comes before a parameter's name.
-std::string kind_of(const std::string& key) { return key.substr(0, key.rfind('/')); }
+std::string kind_of(const std::string& key) {
+  const auto first = key.find('/');
+  return key.substr(0, key.starts_with("optimizer/") ? key.find('/', first + 1) : first);
+}
 
 // All elements in the order of the sizes.
 at::Tensor read_whole(TensorReader& reader, const std::string& key, const StoredTensor& stored) {
@@ -133,7 +136,7 @@ std::string CheckpointCommand::verify() const {
 
 std::string CheckpointCommand::export_weights() const {
   const auto index = TensorIndex::open(path_);
-  std::vector<std::filesystem::path> inputs;
+  std::vector<std::filesystem::path> inputs{std::filesystem::path(path_) / checkpoint::kIndexFile};
   for (const auto& file : index.files()) inputs.push_back(file.path);
   check_output_file(output_, "--output", inputs);
   make_parent_folder(output_, "--output");

@@ -1,14 +1,18 @@
 #include "apps/fsdp/checkpoints.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <charconv>
+#include <cstring>
 #include <string_view>
 
 #include "apps/fsdp/config_table.h"
 #include "fsdp/base/check.h"
+#include "fsdp/checkpoint/checkpoint_folder.h"
 #include "fsdp/checkpoint/tensor_index.h"
 #include "models/llama_names.h"
 
@@ -37,13 +41,24 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
+fs::path name_of(std::int64_t step) { return fmt::format("{}{:08}", kPrefix, step); }
+
 std::optional<std::int64_t> step_of(const fs::path& folder) {
   const std::string name = folder.filename().string();
   if (!name.starts_with(kPrefix)) return std::nullopt;
   std::int64_t step = 0;
   const char* end = name.data() + name.size();
   const auto [stop, error] = std::from_chars(name.data() + kPrefix.size(), end, step);
-  return error == std::errc{} && stop == end ? std::optional(step) : std::nullopt;
+  return error == std::errc{} && stop == end && name == name_of(step) ? std::optional(step) : std::nullopt;
+}
+
+// Here, while nothing is lost yet, and not when the first checkpoint is due.
+void check_folder(const fs::path& folder) {
+  std::error_code error;
+  fs::create_directories(folder, error);
+  const bool writable = !error && ::access(folder.c_str(), W_OK | X_OK) == 0;
+  FSDP_CHECK(writable, UsageError, "checkpoint.folder: {} cannot be written: {}", folder.string(),
+             error ? error.message() : std::strerror(errno));
 }
 
 // A run that was killed while it replaced a checkpoint leaves the old one aside, while it wrote one a part of it.
@@ -57,11 +72,8 @@ void tidy(const fs::path& folder) {
     if (entry.path().extension() == ".part") parts.push_back(entry.path());
   }
   for (const auto& old : aside) {
-    const auto whole = fs::path(old).replace_extension();
-    if (fs::exists(whole))
-      fs::remove_all(old, ignored);
-    else
-      fs::rename(old, whole, ignored);
+    checkpoint::recover(fs::path(old).replace_extension());
+    fs::remove_all(old, ignored);
   }
   for (const auto& part : parts) fs::remove_all(part, ignored);
 }
@@ -89,15 +101,14 @@ Checkpoints::Checkpoints(const TrainConfig& config, const data::TokenDataset& da
   for (const auto& [name, tensor] : model.extra_state()) checkpoint_.add_tensor(name, tensor);
 }
 
-fs::path Checkpoints::folder_of(std::int64_t step) const {
-  return fs::path(config_.checkpoint.folder) / fmt::format("{}{:08}", kPrefix, step);
-}
+fs::path Checkpoints::folder_of(std::int64_t step) const { return fs::path(config_.checkpoint.folder) / name_of(step); }
 
 Checkpoints::Start Checkpoints::restore() {
   const auto& settings = config_.checkpoint;
   if (!settings.folder.empty()) {
     std::int64_t newest = 0;
     if (leads_) {  // one looks, so that all see the same
+      check_folder(settings.folder);
       tidy(settings.folder);
       if (const auto steps = checkpoint_steps(settings.folder); !steps.empty()) newest = steps.back();
     }
@@ -152,9 +163,7 @@ std::optional<SavedCheckpoint> Checkpoints::finish() {
   if (leads_ && config_.checkpoint.keep > 0) {
     auto steps = checkpoint_steps(config_.checkpoint.folder);
     while (static_cast<std::int64_t>(steps.size()) > config_.checkpoint.keep) {
-      std::error_code ignored;
-      fs::remove(folder_of(steps.front()) / checkpoint::kIndexFile, ignored);  // first: half of one is none
-      fs::remove_all(folder_of(steps.front()), ignored);
+      checkpoint::remove_checkpoint(folder_of(steps.front()));
       steps.erase(steps.begin());
     }
   }
@@ -162,8 +171,10 @@ std::optional<SavedCheckpoint> Checkpoints::finish() {
 }
 
 std::map<std::string, std::string> Checkpoints::attributes(std::int64_t steps_done) const {
-  std::map<std::string, std::string> result{{"step", std::to_string(steps_done)},
-                                            {"training_tokens", std::to_string(data_.train_tokens())}};
+  std::map<std::string, std::string> result{
+      {"step", std::to_string(steps_done)},
+      {"training_tokens", std::to_string(data_.train_tokens())},
+      {"first_sequences", fmt::format("{:x}", data::digest(data_.train_batch(0, 4)))}};
   for (const Field& field : config_fields()) result["config." + std::string(field.key)] = shown_value(field, config_);
   return result;
 }
@@ -181,6 +192,7 @@ void Checkpoints::check_matches(const fs::path& from, const std::map<std::string
   };
   for (const char* key : kMustMatch) compare("config." + std::string(key), key);
   compare("training_tokens", "the number of training tokens");
+  compare("first_sequences", "the digest of the first sequences");
 }
 
 }  // namespace fsdp::app

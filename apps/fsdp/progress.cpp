@@ -13,7 +13,7 @@ namespace fsdp::app {
 void Progress::step(const StepResult& result) {
   std::lock_guard lock(mutex_);
   // The first step warms up allocators and kernels: it only counts until there is a second.
-  const double weight = result.step <= 2 ? 1.0 : 0.1;
+  const double weight = ++steps_seen_ <= 2 ? 1.0 : 0.1;
   smooth_seconds_ += weight * (result.seconds - smooth_seconds_);
   smooth_exposed_ += weight * (result.exposed - smooth_exposed_);
   total_seconds_ += result.seconds;
@@ -23,7 +23,7 @@ void Progress::step(const StepResult& result) {
     last_drawn_ = now;
     console::draw_live(describe(result));
     live_shown_ = true;
-  } else if (result.step == 1 || result.step % options_.log_interval == 0 || result.step == options_.steps) {
+  } else if (steps_seen_ == 1 || result.step % options_.log_interval == 0 || result.step == options_.steps) {
     console::print(describe(result));
   }
 }

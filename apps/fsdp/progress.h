@@ -35,6 +35,7 @@ class Progress {
 
   ProgressOptions options_;
   std::mutex mutex_;
+  std::int64_t steps_seen_ = 0;
   double smooth_seconds_ = 0;  // of a step, a moving average
   double smooth_exposed_ = 0;
   double total_seconds_ = 0;

@@ -1,9 +1,12 @@
 #include "apps/fsdp/run_log.h"
 
 #include <nlohmann/json.hpp>
+#include <span>
+#include <string>
 
 #include "apps/fsdp/output_path.h"
 #include "fsdp/base/check.h"
+#include "fsdp/data/part_file.h"
 
 namespace fsdp::app {
 
@@ -27,8 +30,13 @@ void RunLog::begin(std::int64_t steps) {
         kept += line + '\n';
     }
   }
-  file_.open(path_, std::ios::trunc);
-  file_ << kept << std::flush;
+  if (!kept.empty()) {  // beside it first: a run that is killed here loses nothing
+    data::PartFile whole(path_);
+    whole.append(std::as_bytes(std::span(kept)));
+    whole.close();
+    whole.publish();
+  }
+  file_.open(path_, kept.empty() ? std::ios::trunc : std::ios::app);
   FSDP_CHECK(file_.good(), Error, "--log: cannot write {}", path_.string());
 }
 
@@ -77,7 +85,7 @@ void RunLog::done(const RunResult& result) {
 
 void RunLog::write(const nlohmann::ordered_json& object) {
   if (path_.empty()) return;
-  file_ << object.dump() + "\n" << std::flush;
+  file_ << object.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n" << std::flush;
   FSDP_CHECK(file_.good(), Error, "writing the log {} failed: is the disk full?", path_.string());
 }
 

@@ -68,13 +68,6 @@ void report(const TrainJob& job, const TrainCommand& command, const RunResult& r
   if (!command.profile.empty()) job.progress->line(fmt::format("trace: {}", command.profile.string()));
 }
 
-// FNV-1a of the tokens of a batch.
-std::uint64_t digest(const data::TokenBatch& batch) {
-  std::uint64_t value = 14695981039346656037ULL;
-  for (const auto token : batch.tokens) value = (value ^ static_cast<std::uint64_t>(token)) * 1099511628211ULL;
-  return value;
-}
-
 // Settings and sizes of the data; the same data may lie in another place on another machine.
 std::string what_must_agree(const TrainJob& job) {
   std::string text;
@@ -84,7 +77,8 @@ std::string what_must_agree(const TrainJob& job) {
   }
   return text + fmt::format("training tokens = {}\nheld out tokens = {}\ndigest of the first sequences = {:x}, {:x}\n",
                             job.data->train_tokens(), job.data->validation_tokens(),
-                            digest(job.data->train_batch(0, 4)), digest(job.data->validation_batch(0, 1, 1)));
+                            data::digest(job.data->train_batch(0, 4)),
+                            data::digest(job.data->validation_batch(0, 1, 1)));
 }
 
 // Everything the library says goes through the progress display while a run lasts.

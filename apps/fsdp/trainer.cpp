@@ -72,9 +72,7 @@ Trainer::Trainer(World world, const TrainShared& shared)
       model_(make_trained_model(world_, config_)),
       context_(model_->context()),
       optimizer_(make_optimizer(*context_, config_.optimizer)),
-      checkpoints_(config_, shared.data, *model_, *optimizer_, world_, agreement_),
-      profiler_(leads() ? shared.profile : std::filesystem::path{}, world_.runtime(),
-                static_cast<int>(world_.rank().value()), config_.run.steps) {
+      checkpoints_(config_, shared.data, *model_, *optimizer_, world_, agreement_) {
   const auto device = world_.runtime()->device();
   loss_scale_ = at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(device));
   result_.exposed_is_known = !device.is_cuda();
@@ -88,11 +86,13 @@ RunResult Trainer::run() {
   const auto start = checkpoints_.restore();
   result_.steps = first_step_ = start.steps;
   if (leads()) shared_.log.begin(start.steps);
+  profiler_.emplace(leads() ? shared_.profile : std::filesystem::path{}, world_.runtime(),
+                    static_cast<int>(world_.rank().value()), run.steps - first_step_);
   if (!start.from.empty()) print(fmt::format("weights from {}, after {} steps", start.from.string(), start.steps));
   batches_ = std::make_unique<data::BatchPrefetcher>([this](std::int64_t step) { return make_batches(step); },
                                                      first_step_, run.steps);
   for (std::int64_t index = first_step_; index < run.steps; ++index) {
-    profiler_.before_step(index - first_step_);
+    profiler_->before_step(index - first_step_);
     StepResult step_result;
     const Stop stop = step(index, step_result);
     result_.steps = step_result.step;
@@ -123,7 +123,7 @@ RunResult Trainer::run() {
   }
   result_.exposed = result_.seconds > 0 ? exposed_seconds / result_.seconds : 0;
   result_.skipped_steps = optimizer_->skipped_steps();
-  if (const auto overlap = profiler_.finish(); !overlap.empty()) print(overlap);
+  if (const auto overlap = profiler_->finish(); !overlap.empty()) print(overlap);
   if (!result_.interrupted) {
     evaluate(result_.steps);
     if (run.sample_length > 0 && !result_.interrupted) sample();

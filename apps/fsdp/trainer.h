@@ -70,7 +70,7 @@ class Trainer {
   std::unique_ptr<ShardedOptimizer> optimizer_;
   Checkpoints checkpoints_;
   std::int64_t first_step_ = 0;
-  Profiler profiler_;
+  std::optional<Profiler> profiler_;
   std::unique_ptr<data::BatchPrefetcher> batches_;
   std::vector<BatchTensors> inputs_;  // [microbatch]
   at::Tensor loss_scale_;             // of a microbatch's sum, with data.mask_document_starts; a scalar on the device

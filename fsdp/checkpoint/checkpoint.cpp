@@ -3,12 +3,11 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <fcntl.h>
 #include <fmt/ranges.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <set>
@@ -16,6 +15,7 @@
 #include <thread>
 
 #include "fsdp/base/check.h"
+#include "fsdp/checkpoint/checkpoint_folder.h"
 #include "fsdp/checkpoint/rank_status.h"
 #include "fsdp/checkpoint/safetensors.h"
 #include "fsdp/checkpoint/sharded_state.h"
@@ -30,6 +30,7 @@ namespace fs = std::filesystem;
 using namespace checkpoint;
 
 constexpr std::size_t kNamesShown = 5;
+constexpr std::chrono::milliseconds kBetweenQuestions{20};
 
 std::span<const std::byte> bytes_in(const at::Tensor& contiguous) {
   return {static_cast<const std::byte*>(contiguous.const_data_ptr()), contiguous.nbytes()};
@@ -41,46 +42,6 @@ std::vector<std::uint64_t> checksums_of(std::span<const std::byte> bytes) {
   for (std::size_t at = 0; at < bytes.size(); at += kBlock)
     sums.push_back(checkpoint::checksum(bytes.subspan(at, std::min(kBlock, bytes.size() - at))));
   return sums;
-}
-
-// So that a rename is on the disk, and not only the files it is about.
-void sync_folder(const fs::path& folder) {
-  const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (descriptor < 0) return;
-  ::fsync(descriptor);
-  ::close(descriptor);
-}
-
-fs::path part_of(const fs::path& folder) { return folder.native() + ".part"; }
-
-// Rank 0 alone. Files of an earlier attempt go.
-void make_part_folder(const fs::path& folder) {
-  FSDP_CHECK(!folder.empty() && folder.has_filename(), UsageError, "\"{}\" cannot be the name of a checkpoint",
-             folder.string());
-  FSDP_CHECK(!fs::exists(folder) || TensorIndex::is_checkpoint(folder), UsageError,
-             "{} is there and is no checkpoint: it is not replaced", folder.string());
-  std::error_code error;
-  const fs::path part = part_of(folder);
-  fs::remove_all(part, error);
-  if (!error) fs::create_directories(part, error);
-  FSDP_CHECK(!error, UsageError, "{} cannot be written: {}", part.string(), error.message());
-}
-
-// The .part takes the place of what was there; that is gone only when the new one is in place.
-void publish(const fs::path& folder) {
-  std::error_code error;
-  const fs::path part = part_of(folder), old = folder.native() + ".old";
-  sync_folder(part);
-  fs::remove_all(old, error);
-  if (fs::exists(folder)) fs::rename(folder, old, error);
-  if (!error) fs::rename(part, folder, error);
-  if (error && fs::exists(old)) {
-    std::error_code ignored;
-    fs::rename(old, folder, ignored);
-  }
-  FSDP_CHECK(!error, Error, "{} cannot be put in its place: {}", part.string(), error.message());
-  sync_folder(folder.has_parent_path() ? folder.parent_path() : fs::path("."));
-  fs::remove_all(old, error);
 }
 
 // This rank's tensors that it, of all that hold them, writes.
@@ -107,7 +68,8 @@ std::vector<LocalTensor> own_tensors(std::vector<LocalBlock> blocks, const RankS
 }
 
 // To the host as it is written, unless it is there.
-void write_rank_file(const fs::path& folder, int rank, const std::vector<LocalTensor>& tensors) {
+void write_rank_file(const fs::path& folder, int rank, const std::vector<LocalTensor>& tensors,
+                     const std::atomic<bool>& given_up) {
   SafetensorsHeader header;
   for (const auto& t : tensors) {
     header.entries.push_back({.name = t.elements.empty() ? t.key : fmt::format("{}@{}", t.key, t.elements.begin),
@@ -121,6 +83,7 @@ void write_rank_file(const fs::path& folder, int rank, const std::vector<LocalTe
   file.append(std::as_bytes(std::span(start)));
   std::map<std::string, StoredTensor> described;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (given_up) return;
     const LocalTensor& t = tensors[i];
     const at::Tensor here = t.values.to(c10::kCPU).contiguous();
     file.append(bytes_in(here));
@@ -133,6 +96,21 @@ void write_rank_file(const fs::path& folder, int rank, const std::vector<LocalTe
   file.close();
   file.publish();
   TensorIndex::describe_rank(folder, rank, bytes, described);
+}
+
+// To memory that the device writes at the speed of its bus. LibTorch keeps it when it is freed, so later saves find it.
+// Enqueued on the current stream.
+void copy_to_host(std::vector<LocalTensor>& tensors) {
+  for (auto& tensor : tensors) {
+    if (tensor.values.is_cpu()) {
+      tensor.values = tensor.values.clone();
+      continue;
+    }
+    const at::Tensor host =
+        at::empty(tensor.values.sizes(), at::TensorOptions().dtype(tensor.values.scalar_type()).pinned_memory(true));
+    host.copy_(tensor.values, /*non_blocking=*/true);
+    tensor.values = host;
+  }
 }
 
 std::string some_of(const std::vector<std::string>& names) {
@@ -205,24 +183,28 @@ struct Checkpoint::Impl {
   NamedTensors added;
 };
 
+// A save under way: files are written by a thread of their own.
 struct Checkpoint::Pending {
   fs::path folder;
   std::map<std::string, std::string> attributes;
   std::vector<LocalTensor> tensors;
   std::exception_ptr error;
-  std::atomic<bool> written{false};
+  std::atomic<bool> written{false}, given_up{false};
   std::thread thread;
 
-  void write(int rank) {
-    try {
-      write_rank_file(part_of(folder), rank, tensors);
-    } catch (...) {
-      error = std::current_exception();
-    }
-    tensors.clear();
-    written = true;
+  void start(int rank) {
+    thread = std::thread([this, rank] {
+      try {
+        write_rank_file(part_of(folder), rank, tensors, given_up);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      tensors.clear();
+      written = true;
+    });
   }
   ~Pending() {
+    given_up = true;
     if (thread.joinable()) thread.join();
   }
 };
@@ -232,10 +214,9 @@ Checkpoint::Checkpoint(FsdpContext& context, ShardedOptimizer* optimizer)
 
 Checkpoint::~Checkpoint() {
   if (!pending_) return;
-  const fs::path part = part_of(pending_->folder);
+  const fs::path folder = pending_->folder;
   pending_.reset();
-  std::error_code ignored;
-  if (impl_->ranks.rank() == 0) fs::remove_all(part, ignored);
+  if (impl_->ranks.rank() == 0) discard_part(folder);
 }
 
 void Checkpoint::add_tensor(const std::string& name, const at::Tensor& tensor) {
@@ -256,25 +237,37 @@ void Checkpoint::start(const fs::path& folder, const std::map<std::string, std::
                        bool in_background) {
   finish_save();
   at::NoGradGuard no_grad;
+  const bool leads = impl_->ranks.rank() == 0;
+  Runtime& runtime = *impl_->context.mesh().runtime();
   auto pending = std::make_unique<Pending>();
+  pending->folder = folder;
+  pending->attributes = attributes;
+  std::vector<std::int64_t> claims;
   LocalState state;
   impl_->ranks.all([&] {
     impl_->context.wait_for_gradients();
     impl_->context.check_between_steps("saving a checkpoint");
-    state = local_state(impl_->context, impl_->optimizer, impl_->added);
-    if (impl_->ranks.rank() == 0) make_part_folder(folder);
+    claims = partition_claims(impl_->context);
   });
-  pending->folder = folder;
-  pending->attributes = attributes;
-  pending->tensors = own_tensors(std::move(state.blocks), impl_->ranks);
-  if (in_background) {
+  const auto all_claims = impl_->ranks.gather(claims);
+  bool made = false;
+  try {
     impl_->ranks.all([&] {
-      for (auto& tensor : pending->tensors)
-        tensor.values = tensor.values.is_cpu() ? tensor.values.clone() : tensor.values.to(c10::kCPU);
-      pending->thread = std::thread([p = pending.get(), rank = impl_->ranks.rank()] { p->write(rank); });
+      state = local_state(impl_->context, impl_->optimizer, impl_->added, all_claims);
+      if (!leads) return;
+      make_part(folder);
+      made = true;
     });
-  } else {
-    pending->write(impl_->ranks.rank());
+    pending->tensors = own_tensors(std::move(state.blocks), impl_->ranks);
+    impl_->ranks.all([&] {
+      if (in_background) copy_to_host(pending->tensors);
+      runtime.compute_stream().synchronize();
+      pending->start(impl_->ranks.rank());
+    });
+  } catch (...) {
+    pending.reset();
+    if (made) discard_part(folder);
+    throw;
   }
   pending_ = std::move(pending);
 }
@@ -284,31 +277,34 @@ bool Checkpoint::save_is_written() const { return !pending_ || pending_->written
 void Checkpoint::finish_save() {
   if (!pending_) return;
   const std::unique_ptr<Pending> pending = std::move(pending_);
-  if (pending->thread.joinable()) pending->thread.join();
   const bool leads = impl_->ranks.rank() == 0;
-  const fs::path part = part_of(pending->folder);
   try {
+    // Ranks that are done ask again and again, so that no deadline passes while another one writes.
+    while (impl_->ranks.maximum({pending->written ? 0 : 1})[0] != 0) std::this_thread::sleep_for(kBetweenQuestions);
+    pending->thread.join();
     impl_->ranks.all([&] {
       if (pending->error) std::rethrow_exception(pending->error);
     });
     impl_->ranks.all([&] {
       if (!leads) return;
-      TensorIndex::write(part, impl_->ranks.size(), pending->attributes);
-      publish(pending->folder);
+      TensorIndex::write(part_of(pending->folder), impl_->ranks.size(), pending->attributes);
+      publish_part(pending->folder);
     });
   } catch (...) {
-    std::error_code ignored;
-    if (leads) fs::remove_all(part, ignored);
+    if (leads) discard_part(pending->folder);
     throw;
   }
 }
 
 LoadResult Checkpoint::load(const fs::path& folder, const LoadOptions& options) {
+  FSDP_CHECK(!options.stored_name || !options.optimizer, UsageError,
+             "LoadOptions::stored_name is for weights that another program wrote: set LoadOptions::optimizer = false");
   finish_save();
   at::NoGradGuard no_grad;
   LoadResult result;
   TensorIndex index;
   LocalState state;
+  std::vector<std::int64_t> claims;   // of this rank, then what index it has opened
   std::vector<std::int64_t> claimed;  // [key of the index] 1: this rank wants it
   std::vector<std::pair<const LocalTensor*, std::string>> reads;
   std::vector<at::Tensor> zeros;
@@ -335,16 +331,30 @@ LoadResult Checkpoint::load(const fs::path& folder, const LoadOptions& options) 
     claimed[static_cast<std::size_t>(std::distance(index.tensors().begin(), found))] = 1;
     reads.emplace_back(&tensor, key);
   };
+  const bool with_optimizer = impl_->optimizer != nullptr && options.optimizer;
+  impl_->ranks.all([&] {
+    if (impl_->ranks.rank() == 0) recover(folder);
+  });
   impl_->ranks.all([&] {
     index = TensorIndex::open(folder);
     impl_->context.mesh().runtime()->synchronize();  // no rank reads this one's weights any more, after `all`
     impl_->context.wait_for_gradients();
     impl_->context.check_between_steps("loading a checkpoint");
-    const bool with_optimizer = impl_->optimizer != nullptr && options.optimizer;
     FSDP_CHECK(!with_optimizer || index.ranks() > 0, UsageError,
                "{} has weights only, no state of an optimizer: load it with LoadOptions::optimizer = false",
                folder.string());
-    state = local_state(impl_->context, impl_->optimizer, impl_->added);
+    claims = partition_claims(impl_->context);
+    claims.push_back(index.fingerprint());
+  });
+  auto all_claims = impl_->ranks.gather(claims);
+  for (std::size_t r = 0; r < all_claims.size(); ++r) {
+    FSDP_CHECK(all_claims[r].back() == all_claims[0].back(), UsageError,
+               "{} is not the same checkpoint on rank 0 and on rank {}: it must be one folder for all ranks",
+               folder.string(), r);
+  }
+  for (auto& of_rank : all_claims) of_rank.pop_back();
+  impl_->ranks.all([&] {
+    state = local_state(impl_->context, impl_->optimizer, impl_->added, all_claims);
     claimed.resize(index.tensors().size());
     if (with_optimizer) check_state_kinds(index, *impl_->optimizer);
     for (const auto& block : state.blocks) {
@@ -371,10 +381,14 @@ LoadResult Checkpoint::load(const fs::path& folder, const LoadOptions& options) 
     std::vector<float> steps;
     for (const auto& step : state.steps) {
       const StoredTensor* stored = index.find(step.key);
-      if (stored == nullptr) result.fresh.push_back(step.key.substr(std::string(kStepPrefix).size()));
-      steps.push_back(stored == nullptr
-                          ? 0.0F
-                          : reader.read_range(step.key, *stored, {step.element, step.element + 1}).item<float>());
+      if (stored == nullptr) {
+        result.fresh.push_back(step.key.substr(std::string(kStepPrefix).size()));
+        steps.push_back(0);
+        continue;
+      }
+      // Another number of parts may have been saved: that of the part in which this one begins.
+      const std::int64_t element = step.partition.index * stored->elements() / step.partition.count;
+      steps.push_back(reader.read_range(step.key, *stored, {element, element + 1}).item<float>());
     }
     impl_->optimizer->set_steps(steps);
   });

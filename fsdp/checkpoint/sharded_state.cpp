@@ -25,19 +25,39 @@ constexpr std::array<std::pair<c10::ScalarType, const char*>, 12> kDtypes{{{c10:
                                                                            {c10::kFloat8_e4m3fn, "F8_E4M3"},
                                                                            {c10::kFloat8_e5m2, "F8_E5M2"}}};
 
-// Where this rank stands among those that hold other parameters under the same names.
-struct Partition {
-  std::int64_t index = 0, count = 1;
-};
+// Of a unit: equal on ranks that hold parameters under the same names.
+std::int64_t names_of(const FsdpModule& unit) {
+  std::string text;
+  for (const auto& group : unit.groups()) {
+    for (const auto& p : group->parameters()) text += p.name + ';';
+  }
+  for (const auto& [name, tensor] : unit.buffers()) text += name + ';';
+  return fingerprint(text);
+}
 
-Partition partition_of(const FsdpModule& unit, const DeviceMesh& mesh) {
-  Partition partition;
+// Where this rank stands on the axes whose ranks hold other parameters than this one's.
+std::int64_t place_of(const FsdpModule& unit, const DeviceMesh& mesh) {
+  std::int64_t place = 0;
   for (const auto& name : unit.options().partitioned_axes) {
     const int axis = mesh.axis_index(name);
-    partition.index = partition.index * mesh.axis(axis).size + mesh.coordinate(axis);
-    partition.count *= mesh.axis(axis).size;
+    place = place * mesh.axis(axis).size + mesh.coordinate(axis);
   }
-  return partition;
+  return place;
+}
+
+void check_axes(const FsdpModule& unit, const DeviceMesh& mesh) {
+  for (int axis = 0; axis < mesh.axis_count(); ++axis) {
+    const auto& name = mesh.axis(axis).name;
+    const auto among = [&](const std::vector<std::string>& names) {
+      return std::ranges::find(names, name) != names.end();
+    };
+    FSDP_CHECK(
+        mesh.axis(axis).size == 1 || among(unit.options().placements.axes) || among(unit.options().partitioned_axes),
+        UsageError,
+        "unit \"{}\" is not sharded over the mesh axis \"{}\", so a checkpoint cannot know whether its ranks hold "
+        "the same weights: name the axis in its placements, or in UnitOptions::partitioned_axes",
+        unit.name(), name);
+  }
 }
 
 // The whole tensor of all partitions is theirs one after the other along its first dimension.
@@ -71,9 +91,30 @@ std::int64_t signature_of(const std::vector<LocalTensor>& tensors) {
 
 }  // namespace
 
-LocalState local_state(FsdpContext& context, ShardedOptimizer* optimizer, const NamedTensors& added) {
+std::vector<std::int64_t> partition_claims(FsdpContext& context) {
   context.finalize();
+  std::vector<std::int64_t> claims;
+  for (const auto& unit : context.units()) {
+    check_axes(*unit, context.mesh());
+    claims.push_back(names_of(*unit));
+    claims.push_back(place_of(*unit, context.mesh()));
+  }
+  return claims;
+}
+
+LocalState local_state(FsdpContext& context, ShardedOptimizer* optimizer, const NamedTensors& added,
+                       const std::vector<std::vector<std::int64_t>>& claims) {
   const DeviceMesh& mesh = context.mesh();
+  // Ranks with the same names at other places hold other parts: they lie one after the other. (Stages of a pipeline
+  // have other names.)
+  std::map<std::int64_t, std::set<std::int64_t>> places;
+  for (const auto& of_rank : claims) {
+    for (std::size_t i = 0; i + 1 < of_rank.size(); i += 2) places[of_rank[i]].insert(of_rank[i + 1]);
+  }
+  const auto partition_of = [&](const FsdpModule& unit) {
+    const auto& all = places.at(names_of(unit));
+    return Partition{std::distance(all.begin(), all.find(place_of(unit, mesh))), static_cast<std::int64_t>(all.size())};
+  };
   FSDP_CHECK(mesh.runtime()->device() != c10::kMeta, UsageError,
              "a checkpoint needs values, and simulated ranks have none");
   FSDP_CHECK(mesh.world().backend_name() != "loopback", UsageError,
@@ -89,8 +130,8 @@ LocalState local_state(FsdpContext& context, ShardedOptimizer* optimizer, const 
   std::map<const FsdpParameterGroup*, std::vector<ShardedOptimizer::ParameterState>> states;
   if (optimizer != nullptr) {
     for (auto& state : optimizer->parameter_states()) {
-      result.steps.push_back({kStepPrefix + state.group->parameters()[state.parameter].name,
-                              partition_of(state.group->unit(), mesh).index});
+      result.steps.push_back(
+          {kStepPrefix + state.group->parameters()[state.parameter].name, partition_of(state.group->unit())});
       states[state.group].push_back(std::move(state));
     }
   }
@@ -99,7 +140,7 @@ LocalState local_state(FsdpContext& context, ShardedOptimizer* optimizer, const 
     FSDP_CHECK(!group->on_meta(), UsageError,
                "unit \"{}\" has no values yet: call context->materialize(init) before a checkpoint is saved or loaded",
                group->unit().name());
-    const Partition partition = partition_of(group->unit(), mesh);
+    const Partition partition = partition_of(group->unit());
     const DBuffer& weight = group->main_weight();
     LocalBlock block;
     const auto add_piece = [&](const std::string& key, int index, const at::Tensor& values) {
@@ -130,13 +171,14 @@ LocalState local_state(FsdpContext& context, ShardedOptimizer* optimizer, const 
   for (const auto& unit : context.units()) {
     LocalBlock block;
     for (const auto& [name, tensor] : unit->buffers())
-      add(block, whole_tensor("buffers/" + name, tensor, partition_of(*unit, mesh)));
+      add(block, whole_tensor("buffers/" + name, tensor, partition_of(*unit)));
     blocks.push_back(std::move(block));
   }
-  LocalBlock others;
-  if (optimizer != nullptr) add(others, whole_tensor("optimizer/skipped_steps", optimizer->skipped_counter(), {}));
-  for (const auto& [name, tensor] : added) add(others, whole_tensor("tensors/" + name, tensor, {}));
-  blocks.push_back(std::move(others));
+  const auto add_alone = [&](const std::string& key, const at::Tensor& tensor) {
+    add(blocks.emplace_back(), whole_tensor(key, tensor, {}));
+  };
+  if (optimizer != nullptr) add_alone("optimizer/skipped_steps", optimizer->skipped_counter());
+  for (const auto& [name, tensor] : added) add_alone("tensors/" + name, tensor);
   std::erase_if(blocks, [](const auto& block) { return block.tensors.empty(); });
   for (auto& block : blocks) block.signature = signature_of(block.tensors);
   return result;

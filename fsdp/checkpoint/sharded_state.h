@@ -29,10 +29,15 @@ struct LocalBlock {
   std::vector<LocalTensor> tensors;
 };
 
-// How often the optimizer has updated a parameter: element `element` of the stored tensor `key`.
+// Of the parts that ranks hold under one name, which lie one after the other along the first dimension, this rank's.
+struct Partition {
+  std::int64_t index = 0, count = 1;
+};
+
+// How often the optimizer has updated a parameter: one number a part, in the stored tensor `key`.
 struct LocalStep {
   std::string key;
-  std::int64_t element = 0;
+  Partition partition;
 };
 
 struct LocalState {
@@ -45,9 +50,15 @@ inline constexpr const char* kStepPrefix = "optimizer/step/";
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
-// `optimizer` may be null; `added`: whole tensors that all ranks which have them hold alike. Views of the state as it
-// is now: taken anew before each save and load. Throws UsageError for two parameters of one name.
-[[nodiscard]] LocalState local_state(FsdpContext& context, ShardedOptimizer* optimizer, const NamedTensors& added);
+// What every rank tells all others before `local_state`: two numbers a unit. Throws UsageError for a mesh axis of which
+// nobody has said what its ranks hold.
+[[nodiscard]] std::vector<std::int64_t> partition_claims(FsdpContext& context);
+
+// `claims`: [rank] of all ranks. `optimizer` may be null; `added`: whole tensors that all ranks which have them hold
+// alike. Views of the state as it is now: taken anew before each save and load. Throws UsageError for two parameters of
+// one name.
+[[nodiscard]] LocalState local_state(FsdpContext& context, ShardedOptimizer* optimizer, const NamedTensors& added,
+                                     const std::vector<std::vector<std::int64_t>>& claims);
 
 // As safetensors calls it. Throws UsageError for a dtype that the format lacks, with `key`.
 [[nodiscard]] std::string dtype_name(c10::ScalarType dtype, const std::string& key);

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/fingerprint.h"
 #include "fsdp/checkpoint/safetensors.h"
 #include "fsdp/data/part_file.h"
 
@@ -35,7 +36,7 @@ json read_json(const fs::path& path) {
 
 void write_json(const fs::path& path, const json& value) {
   data::PartFile file(path);
-  const std::string text = value.dump();
+  const std::string text = value.dump(-1, ' ', false, json::error_handler_t::replace);  // whatever names are made of
   file.append(std::as_bytes(std::span(text)));
   file.close();
   file.publish();
@@ -119,6 +120,9 @@ TensorIndex TensorIndex::open(const fs::path& path) {
     index.add_plain_file(path / kPlainFile, nullptr);
   }
   index.check_pieces();
+  std::string text;
+  for (const auto& [key, tensor] : index.tensors_) text += key + to_json(tensor).dump();
+  index.fingerprint_ = fsdp::fingerprint(text);
   return index;
 }
 
@@ -205,7 +209,7 @@ void TensorIndex::write(const fs::path& folder, int ranks, const std::map<std::s
     FSDP_CHECK(fs::exists(file) && fs::exists(description), Error,
                "rank {} has written its file, and rank 0 does not see it: {} must be one folder for all ranks", rank,
                folder.string());
-    const json value = read_json(description);
+    const json value = read_json(description);  // ours, a moment old
     index.files_.push_back({file, value.at("bytes").get<std::int64_t>()});
     for (const auto& [key, item] : value.at("tensors").items()) {
       StoredTensor part = tensor_of(item);

@@ -53,7 +53,8 @@ class TensorIndex {
   [[nodiscard]] int ranks() const { return ranks_; }  // that wrote it; 0: plain files
   // What the program that saved it said ("step", ...).
   [[nodiscard]] const std::map<std::string, std::string>& attributes() const { return attributes_; }
-  [[nodiscard]] std::int64_t bytes() const;  // of all files
+  [[nodiscard]] std::int64_t bytes() const;                                // of all files
+  [[nodiscard]] std::int64_t fingerprint() const { return fingerprint_; }  // equal where the same was opened
 
   // Joins what each rank says of its file (describe_rank) and writes index.json beside the files.
   static void write(const std::filesystem::path& folder, int ranks,
@@ -74,6 +75,7 @@ class TensorIndex {
   std::map<std::string, StoredTensor> tensors_;
   std::map<std::string, std::string> attributes_;
   int ranks_ = 0;
+  std::int64_t fingerprint_ = 0;
 };
 
 // Strides of a contiguous tensor of these sizes.

@@ -17,8 +17,11 @@ namespace fsdp::checkpoint {
 
 std::uint64_t checksum(std::span<const std::byte> bytes) { return XXH3_64bits(bytes.data(), bytes.size()); }
 
-TensorReader::~TensorReader() {
+TensorReader::~TensorReader() { close_all(); }
+
+void TensorReader::close_all() {
   for (const auto& [file, descriptor] : open_) ::close(descriptor);
+  open_.clear();
 }
 
 void TensorReader::read(const std::string& key, ElementRange range, std::span<std::byte> to) {
@@ -26,6 +29,7 @@ void TensorReader::read(const std::string& key, ElementRange range, std::span<st
   FSDP_INVARIANT(tensor != nullptr);
   const std::int64_t width = element_bytes(tensor->dtype);
   FSDP_INVARIANT(static_cast<std::int64_t>(to.size()) == std::max<std::int64_t>(range.length(), 0) * width);
+  FSDP_INVARIANT(range.empty() || (range.begin >= 0 && range.end <= tensor->elements()));
   auto piece = std::upper_bound(tensor->pieces.begin(), tensor->pieces.end(), range.begin,
                                 [](std::int64_t element, const auto& p) { return element < p.elements.end; });
   for (; piece != tensor->pieces.end() && piece->elements.begin < range.end; ++piece) {
@@ -60,6 +64,7 @@ void TensorReader::read_file(int file, std::int64_t offset, std::span<std::byte>
   const auto& path = index_.files()[file].path;
   auto found = open_.find(file);
   if (found == open_.end()) {
+    if (open_.size() >= kMostOpen) close_all();
     const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
     FSDP_CHECK(descriptor >= 0, UsageError, "{} cannot be read: {}", path.string(), std::strerror(errno));
     found = open_.emplace(file, descriptor).first;

@@ -1,6 +1,7 @@
 // Reads elements of stored tensors, and checks what it reads against the checksums of the index.
 //
-// One thread. Holds the files it has read from open. Throws UsageError naming file, tensor and byte of what is damaged.
+// One thread. Keeps some of the files it has read from open. Throws UsageError naming file, tensor and byte of what is
+// damaged.
 #pragma once
 
 #include <cstddef>
@@ -26,6 +27,8 @@ class TensorReader {
  private:
   void read_checked(const std::string& key, const StoredPiece& piece, std::int64_t piece_bytes, std::int64_t begin,
                     std::span<std::byte> to);
+  static constexpr std::size_t kMostOpen = 64;
+  void close_all();
   void read_file(int file, std::int64_t offset, std::span<std::byte> to);
 
   const TensorIndex& index_;

@@ -20,7 +20,7 @@ constexpr std::size_t kBuffer = 1 << 20;  // bytes
 PartFile::PartFile(std::filesystem::path path) : path_(std::move(path)), part_(path_.native() + ".part") {
   file_ = ::open(part_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
   FSDP_CHECK(file_ >= 0, UsageError, "{} cannot be written: {}", part_.string(), std::strerror(errno));
-  if (::flock(file_, LOCK_EX | LOCK_NB) != 0) {
+  if (::flock(file_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {  // some file systems have no locks
     ::close(file_);
     detail::fail<UsageError>("{} is being written by another process", part_.string());
   }

@@ -13,4 +13,11 @@ struct TokenBatch {
   std::vector<std::int64_t> tokens, targets;  // [sequence][position], row by row
 };
 
+// Of the tokens (FNV-1a), to compare what ranks and runs train on.
+[[nodiscard]] inline std::uint64_t digest(const TokenBatch& batch) {
+  std::uint64_t value = 14695981039346656037ULL;
+  for (const auto token : batch.tokens) value = (value ^ static_cast<std::uint64_t>(token)) * 1099511628211ULL;
+  return value;
+}
+
 }  // namespace fsdp::data

@@ -110,7 +110,7 @@ std::optional<int> spawn_ranks(int count) {
   auto arguments = own_arguments();
   const int port = free_port();
   signal(SIGINT, SIG_IGN);  // the ranks get it too, and end
-  signal(SIGTERM, [](int) { terminated = 1; });
+  signal(SIGTERM, [](int) { terminated = terminated + 1; });
   std::vector<pid_t> running;
   std::map<pid_t, int> ranks;
   for (int rank = 0; rank < count; ++rank) {
@@ -123,7 +123,7 @@ std::optional<int> spawn_ranks(int count) {
   using Clock = std::chrono::steady_clock;
   std::optional<int> failed;
   std::optional<Clock::time_point> deadline;
-  int signals = 0;
+  int signals = 0, forwarded = 0;  // sent by us; of those that came
   while (!running.empty()) {
     int status = 0;
     const pid_t ended = waitpid(-1, &status, WNOHANG);
@@ -139,14 +139,16 @@ std::optional<int> spawn_ranks(int count) {
         failed = code;
         deadline = Clock::now() + kPatience;
       }
+      if (forwarded > 0 && !deadline) deadline = Clock::now() + kPatience;  // the others end at about this time
       continue;
     }
     if (ended < 0 && errno == ECHILD) break;
-    if (terminated != 0 && signals == 0) {
+    if (terminated > forwarded) {  // ranks may need long to save what they have; a second signal says that it is enough
       send(SIGTERM);
+      if (forwarded > 0) deadline = Clock::now() + kPatience;
+      forwarded = terminated;
       signals = 1;
       if (!failed) failed = 128 + SIGTERM;
-      deadline = Clock::now() + kPatience;
     }
     if (deadline && Clock::now() > *deadline) {
       send(signals++ == 0 ? SIGTERM : SIGKILL);

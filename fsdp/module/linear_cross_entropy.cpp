@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "fsdp/base/check.h"
 #include "fsdp/module/weight_gradient.h"
@@ -77,13 +78,14 @@ at::Tensor gradients_of(const at::Tensor& logits, const at::Tensor& targets, con
 class LinearCrossEntropyBackward final : public torch::autograd::Node {
  public:
   LinearCrossEntropyBackward(const at::Tensor& x, const at::Tensor& weight, at::Tensor targets, at::Tensor log_sums,
-                             at::Tensor per_target, std::int64_t chunk)
+                             at::Tensor per_target, std::int64_t chunk, at::Tensor last_logits)
       : x_(x, false),
         weight_(weight, false),
         targets_(std::move(targets)),
         log_sums_(std::move(log_sums)),
         per_target_(std::move(per_target)),
-        chunk_(chunk) {}
+        chunk_(chunk),
+        last_logits_(std::move(last_logits)) {}
 
   [[nodiscard]] std::string name() const override { return "fsdp::LinearCrossEntropyBackward"; }
 
@@ -101,11 +103,16 @@ class LinearCrossEntropyBackward final : public torch::autograd::Node {
     at::Tensor dx = for_x ? at::empty_like(rows) : at::Tensor();
     std::optional<WeightGradient> weight_gradient;
     if (for_weight) weight_gradient.emplace(weight);
-    for (std::int64_t begin = 0; begin < rows.size(0); begin += chunk_) {
+    // From the end, whose logits are still there: the memory of a chunk is needed at this moment anyway.
+    const std::int64_t last = rows.size(0) == 0 ? -1 : (rows.size(0) - 1) / chunk_ * chunk_;
+    for (std::int64_t begin = last; begin >= 0; begin -= chunk_) {
       const std::int64_t end = std::min(begin + chunk_, rows.size(0));
       const at::Tensor some = rows.slice(0, begin, end);
-      const at::Tensor dy = gradients_of(at::mm(some, weight.t()), targets_.slice(0, begin, end),
-                                         log_sums_.slice(0, begin, end), scale, kernels.get());
+      at::Tensor logits = begin == last ? std::exchange(last_logits_, {}) : at::Tensor();
+      if (!logits.defined()) logits = at::mm(some, weight.t());
+      const at::Tensor dy =
+          gradients_of(logits, targets_.slice(0, begin, end), log_sums_.slice(0, begin, end), scale, kernels.get());
+      logits.reset();
       if (for_x) {
         at::Tensor part = dx.slice(0, begin, end);
         at::mm_out(part, dy, weight);
@@ -122,12 +129,14 @@ class LinearCrossEntropyBackward final : public torch::autograd::Node {
     weight_.reset_data();
     targets_.reset();
     log_sums_.reset();
+    last_logits_.reset();
   }
 
  private:
   torch::autograd::SavedVariable x_, weight_;
   at::Tensor targets_, log_sums_, per_target_;  // per_target_: of the loss, one number
   std::int64_t chunk_;
+  at::Tensor last_logits_;  // of the last chunk, for the first backward
 };
 
 }  // namespace
@@ -148,7 +157,7 @@ at::Tensor linear_cross_entropy(const at::Tensor& x, const at::Tensor& weight, c
   const std::int64_t chunk = options.chunk_rows > 0
                                  ? options.chunk_rows
                                  : std::max(kLeastRows, kChunkBytes / std::max<std::int64_t>(1, row_bytes));
-  at::Tensor loss, log_sums, per_target;
+  at::Tensor loss, log_sums, per_target, last_logits;
   const at::Tensor flat_targets = targets.reshape({-1}).contiguous();
   {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -159,8 +168,10 @@ at::Tensor linear_cross_entropy(const at::Tensor& x, const at::Tensor& weight, c
     const std::shared_ptr<Kernels> kernels = kernels_of(weight);
     for (std::int64_t begin = 0; begin < rows.size(0); begin += chunk) {
       const std::int64_t end = std::min(begin + chunk, rows.size(0));
-      losses_of(at::mm(rows.slice(0, begin, end), weight.t()), flat_targets.slice(0, begin, end),
-                log_sums.slice(0, begin, end), losses.slice(0, begin, end), kernels.get());
+      last_logits.reset();
+      last_logits = at::mm(rows.slice(0, begin, end), weight.t());
+      losses_of(last_logits, flat_targets.slice(0, begin, end), log_sums.slice(0, begin, end),
+                losses.slice(0, begin, end), kernels.get());
     }
     loss = losses.sum();
     per_target = options.reduction == at::Reduction::Sum ? at::ones({}, floats)
@@ -168,8 +179,8 @@ at::Tensor linear_cross_entropy(const at::Tensor& x, const at::Tensor& weight, c
     if (options.reduction == at::Reduction::Mean) loss = loss * per_target;
   }
   if (!tracked) return loss;
-  auto node =
-      std::make_shared<LinearCrossEntropyBackward>(x, weight, flat_targets, log_sums, std::move(per_target), chunk);
+  auto node = std::make_shared<LinearCrossEntropyBackward>(x, weight, flat_targets, log_sums, std::move(per_target),
+                                                           chunk, std::move(last_logits));
   torch::autograd::edge_list edges;
   edges.push_back(x.requires_grad() ? torch::autograd::impl::gradient_edge(x) : torch::autograd::Edge());
   edges.push_back(weight.requires_grad() ? torch::autograd::impl::gradient_edge(weight) : torch::autograd::Edge());

@@ -1,9 +1,11 @@
 // The cross entropy of an output head, in chunks of rows: logits of the whole sequence never exist at once.
 //
 // Forward makes the logits of a chunk, their losses and what backward needs of them (one number a row); backward makes
-// them again and turns them into gradients in place. On a GPU each is one kernel over the logits. The weight's gradient
-// goes straight into the unit's packed gradients, as with fsdp::linear. The idea is that of Liger Kernel's fused linear
-// cross entropy (Hsu et al., arXiv 2410.10989), with gradients made in backward, where a sharded weight is gathered.
+// them again and turns them into gradients in place. The last chunk's are kept in between (at most 512 MiB): backward
+// begins with them, and its first chunk takes that memory anyway. On a GPU each is one kernel over the logits. The
+// weight's gradient goes straight into the unit's packed gradients, as with fsdp::linear. The idea is that of Liger
+// Kernel's fused linear cross entropy (Hsu et al., arXiv 2410.10989), with gradients made in backward, where a sharded
+// weight is gathered.
 #pragma once
 
 #include <ATen/core/Reduction.h>

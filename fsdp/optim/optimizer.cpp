@@ -108,7 +108,10 @@ void ShardedOptimizer::step(const std::optional<at::Tensor>& gradient_norm, cons
   if (max_norm) {
     FSDP_CHECK(gradient_norm.has_value(), UsageError, "optimizer step: max_norm needs the gradients' norm (grad_norm)");
     scale = clip_scale(*gradient_norm, *max_norm);
-    if (kernels_ == nullptr) scale_gradients(*alive, *scale);
+    if (kernels_ == nullptr) {
+      alive->wait_for_gradients();
+      scale_gradients(*alive, *scale);
+    }
   }
   for (std::size_t i = 0; i < runs_.size() && kernels_ == nullptr; ++i) {
     const auto& parameters = runs_[i].parameters;

@@ -57,9 +57,9 @@ class ShardedOptimizer {
   ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;
 
   // Updates every parameter that has a gradient. With a norm (of clip_grad_norm_) that is not finite, nothing is
-  // updated on any rank and the step is counted as skipped. With a `max_norm` gradients count as clipped to it: the
-  // same bits as clip_grad_norm_ before, on a GPU without a pass of its own (what `.grad` holds afterwards is
-  // unspecified). Enqueued on the current stream; no host wait on a GPU.
+  // updated on any rank and the step is counted as skipped. With a `max_norm` gradients count as clipped to it: as
+  // clip_grad_norm_ before, with the same bits where gradients are fp32, on a GPU without a pass of its own (what
+  // `.grad` holds afterwards is unspecified). Enqueued on the current stream; no host wait on a GPU.
   void step(const std::optional<at::Tensor>& gradient_norm = std::nullopt,
             const std::optional<double>& max_norm = std::nullopt);
 

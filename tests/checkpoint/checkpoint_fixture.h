@@ -1,6 +1,7 @@
 // What the tests of checkpoints share: a folder of their own, runs on several layouts, all tensors of a checkpoint.
 #pragma once
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
@@ -118,7 +119,11 @@ struct TestRun {
 };
 
 inline void on(const Layout& layout, const std::function<void(World)>& body) {
-  run_ranks(layout.ranks(), body, {.deadline = std::chrono::seconds(30)});
+  const auto rank_main = [&](World world) {
+    at::set_num_threads(1);  // sums over several do not come out alike twice
+    body(world);
+  };
+  run_ranks(layout.ranks(), rank_main, {.deadline = std::chrono::seconds(30)});
 }
 
 }  // namespace fsdp::testing

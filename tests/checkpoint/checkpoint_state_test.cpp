@@ -164,11 +164,70 @@ TEST_F(CheckpointTest, ExpertsAreOneTensorOverTheRanksThatShareThem) {
     checkpoint.save(in("again"));
   });
   expect_equal(saved, everything_in(in("again")), "on fewer copies");
-  with(1, 4, [&](FsdpContext& context, AdamW&, ExpertsImpl&) {
-    static_cast<void>(Checkpoint(context).load(in("experts")));
+  with(1, 4, [&](FsdpContext& context, AdamW& optimizer, ExpertsImpl&) {
+    Checkpoint checkpoint(context, &optimizer);
+    static_cast<void>(checkpoint.load(in("experts")));
+    checkpoint.save(in("more ranks"));
     const auto expected = saved.at("weights/w").view({4, 2, 3});
     const auto rank = context.mesh().coordinate(1);
     EXPECT_TRUE(at::equal(context.full_parameter("w"), expected.narrow(0, rank, 1)));
+  });
+  const auto more = everything_in(in("more ranks"));
+  EXPECT_TRUE(at::equal(more.at("optimizer/step/w"), at::full({4}, 1.0)));
+  for (const char* key : {"weights/w", "optimizer/exp_avg/w", "optimizer/exp_avg_sq/w"})
+    EXPECT_TRUE(at::equal(more.at(key), saved.at(key))) << key;
+}
+
+// Stages of a pipeline hold other weights under other names, and add other tensors.
+TEST_F(CheckpointTest, StagesOfAPipelineAreStoredSideBySide) {
+  struct StageImpl : torch::nn::Module {
+    explicit StageImpl(int stage) {
+      w = register_parameter("w" + std::to_string(stage), at::full({3, 50}, stage + 1.0));
+    }
+    at::Tensor forward(at::Tensor x) { return (x * w).sum(); }
+    at::Tensor w;
+  };
+  const auto with = [&](int pp, const std::function<void(FsdpContext&, AdamW&, Checkpoint&, at::Tensor&, int)>& body) {
+    run_ranks(pp * 2, [&](World world) {
+      const DeviceMesh mesh(world, {{"pp", pp}, {"dp", 2}});
+      const int stage = mesh.coordinate(0);
+      auto context = FsdpContext::create(mesh);
+      auto model = std::make_shared<Hooked<StageImpl>>(stage);
+      context->fully_shard(model, {.placements = zero3("dp"), .partitioned_axes = {"pp"}});
+      AdamW optimizer(*context);
+      Checkpoint checkpoint(*context, &optimizer);
+      at::Tensor extra = at::full({2}, 10.0 + stage);
+      checkpoint.add_tensor("of stage " + std::to_string(stage), extra);
+      if (stage == 1) checkpoint.add_tensor("of the second alone", at::ones({1}));
+      model->forward(at::ones({1})).backward();
+      body(*context, optimizer, checkpoint, extra, stage);
+    });
+  };
+  with(3, [&](FsdpContext&, AdamW& optimizer, Checkpoint& checkpoint, at::Tensor&, int) {
+    optimizer.step();
+    optimizer.zero_grad();
+    checkpoint.save(in("stages"));
+  });
+  const auto saved = everything_in(in("stages"));
+  EXPECT_EQ(saved.at("weights/w0").numel(), 150);
+  EXPECT_EQ(saved.at("optimizer/step/w2").item<float>(), 1);
+  EXPECT_EQ(saved.at("tensors/of stage 2")[0].item<float>(), 12);
+  with(3, [&](FsdpContext& context, AdamW& optimizer, Checkpoint& checkpoint, at::Tensor& extra, int stage) {
+    optimizer.zero_grad();
+    extra.zero_();
+    static_cast<void>(checkpoint.load(in("stages")));
+    EXPECT_TRUE(at::equal(extra, at::full({2}, 10.0 + stage)));
+    const auto name = "w" + std::to_string(stage);
+    EXPECT_TRUE(at::equal(context.full_parameter(name).view({-1}), saved.at("weights/" + name)));
+    checkpoint.save(in("again"));
+  });
+  expect_equal(saved, everything_in(in("again")), "stages");
+
+  run_ranks(2, [&](World world) {  // nobody says what the ranks of "tp" hold
+    auto context = FsdpContext::create(DeviceMesh(world, {{"tp", 2}, {"dp", 1}}));
+    auto model = std::make_shared<Hooked<StageImpl>>(0);
+    context->fully_shard(model, {.placements = zero3("dp")});
+    EXPECT_THAT(message_of([&] { Checkpoint(*context).save(in("tp")); }), HasSubstr("mesh axis \"tp\""));
   });
 }
 

@@ -99,6 +99,33 @@ TEST_F(CheckpointTest, EveryRankWritesItsShareAndCopiesAreWrittenOnce) {
   EXPECT_FALSE(fs::exists(in("hybrid") / "rank-00000.json"));
 }
 
+// Where names cannot be exchanged, a kill between two renames leaves the old one aside.
+TEST_F(CheckpointTest, WhatAKillLeftAsideIsFound) {
+  const Layout layout{1, 2};
+  const auto load = [&] {
+    on(layout, [&](World world) {
+      TestRun run(world, layout);
+      static_cast<void>(Checkpoint(*run.context, run.optimizer.get()).load(in("last")));
+      EXPECT_FALSE(at::equal(run.context->full_parameter("exit.weight"), make_toy_model()->exit->weight));
+    });
+  };
+  const auto save = [&] {
+    on(layout, [&](World world) {
+      TestRun run(world, layout);
+      run.train(0, 2);
+      Checkpoint(*run.context, run.optimizer.get()).save(in("last"));
+    });
+  };
+  save();
+  fs::rename(in("last"), in("last.old"));
+  fs::create_directories(in("last.part"));
+  load();
+  fs::rename(in("last"), in("last.old"));
+  save();  // finds it, and replaces it
+  EXPECT_FALSE(fs::exists(in("last.old")) || fs::exists(in("last.part")));
+  load();
+}
+
 TEST_F(CheckpointTest, ASaveInTheBackgroundHoldsTheStateOfItsBegin) {
   const Layout layout{1, 2};
   on(layout, [&](World world) {
