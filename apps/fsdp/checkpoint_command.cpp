@@ -84,7 +84,8 @@ std::string CheckpointCommand::inspect() const {
     total.dtypes.insert(tensor.dtype);
   }
   if (json_) {
-    nlohmann::ordered_json kinds = nlohmann::ordered_json::object(), tensors = nlohmann::ordered_json::object();
+    nlohmann::ordered_json kinds = nlohmann::ordered_json::object();
+    nlohmann::json tensors = nlohmann::json::object();  // many
     for (const auto& [kind, total] : totals)
       kinds[kind] = {{"tensors", total.tensors}, {"elements", total.elements}, {"dtypes", total.dtypes}};
     nlohmann::ordered_json object{
@@ -136,9 +137,14 @@ std::string CheckpointCommand::verify() const {
 
 std::string CheckpointCommand::export_weights() const {
   const auto index = TensorIndex::open(path_);
-  std::vector<std::filesystem::path> inputs{std::filesystem::path(path_) / checkpoint::kIndexFile};
+  std::vector<std::filesystem::path> inputs;
   for (const auto& file : index.files()) inputs.push_back(file.path);
   check_output_file(output_, "--output", inputs);
+  std::error_code ignored;
+  const auto folder = std::filesystem::path(output_).parent_path();
+  FSDP_CHECK(!std::filesystem::path(output_).filename().empty() &&
+                 !std::filesystem::equivalent(path_, folder.empty() ? "." : folder, ignored),
+             UsageError, "--output: \"{}\" is no name of a file outside of {}", output_, path_);
   make_parent_folder(output_, "--output");
   const std::map<std::string, c10::ScalarType> dtypes{
       {"fp32", c10::kFloat}, {"bf16", c10::kBFloat16}, {"fp16", c10::kHalf}};

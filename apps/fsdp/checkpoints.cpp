@@ -1,6 +1,8 @@
 #include "apps/fsdp/checkpoints.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -29,6 +31,7 @@ constexpr std::array kMustMatch{"model.heads",
                                 "model.rope_theta",
                                 "model.norm_epsilon",
                                 "model.top_k",
+                                "model.bias_rate",
                                 "data.weights",
                                 "run.batch",
                                 "run.context",
@@ -80,6 +83,19 @@ void tidy(const fs::path& folder) {
 
 }  // namespace
 
+FolderLock::FolderLock(const fs::path& folder) {
+  const fs::path path = folder / ".lock";
+  file_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+  if (file_ < 0 || ::flock(file_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;
+  ::close(file_);
+  detail::fail<UsageError>("checkpoint.folder: another run is using {}: wait for it, or choose another folder",
+                           folder.string());
+}
+
+FolderLock::~FolderLock() {
+  if (file_ >= 0) ::close(file_);
+}
+
 std::vector<std::int64_t> checkpoint_steps(const fs::path& folder) {
   std::vector<std::int64_t> steps;
   std::error_code ignored;
@@ -109,6 +125,7 @@ Checkpoints::Start Checkpoints::restore() {
     std::int64_t newest = 0;
     if (leads_) {  // one looks, so that all see the same
       check_folder(settings.folder);
+      lock_ = std::make_unique<FolderLock>(settings.folder);
       tidy(settings.folder);
       if (const auto steps = checkpoint_steps(settings.folder); !steps.empty()) newest = steps.back();
     }

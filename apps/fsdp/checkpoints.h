@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -20,6 +21,19 @@
 #include "fsdp/optim/optimizer.h"
 
 namespace fsdp::app {
+
+// Held by a process for a folder of checkpoints: two runs would remove each other's files. Where the file system has no
+// locks, nothing. Throws UsageError when another process holds it.
+class FolderLock {
+ public:
+  explicit FolderLock(const std::filesystem::path& folder);
+  FolderLock(const FolderLock&) = delete;
+  FolderLock& operator=(const FolderLock&) = delete;
+  ~FolderLock();
+
+ private:
+  int file_ = -1;
+};
 
 class Checkpoints {
  public:
@@ -56,7 +70,8 @@ class Checkpoints {
   const Agreement& agreement_;
   const bool leads_;
   Checkpoint checkpoint_;
-  std::int64_t last_step_ = 0;  // of the newest that was begun or loaded
+  std::unique_ptr<FolderLock> lock_;  // rank 0's
+  std::int64_t last_step_ = 0;        // of the newest that was begun or loaded
   std::chrono::steady_clock::time_point begun_;
   double stalled_seconds_ = 0;
 };

@@ -85,6 +85,7 @@ int main(int argc, char** argv) {
   } catch (const fsdp::UsageError& error) {
     return fail(kUsage, error.what());
   } catch (const std::exception& error) {
-    return fail(kFailed, error.what());
+    const std::string what = error.what();
+    return fail(kFailed, what.substr(0, what.find("\nException raised from")));  // LibTorch adds a stack trace
   }
 }

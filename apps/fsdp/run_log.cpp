@@ -25,9 +25,9 @@ void RunLog::begin(std::int64_t steps) {
     std::ifstream before(path_);
     for (std::string line; std::getline(before, line);) {
       const auto object = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-      if (object.is_object() && object.contains("step") && object["step"].is_number_integer() &&
-          object["step"].get<std::int64_t>() <= steps)
-        kept += line + '\n';
+      if (!object.is_object() || !object.contains("step") || !object["step"].is_number_integer()) continue;
+      const auto step = object["step"].get<std::int64_t>();
+      if (step < steps || (step == steps && object.value("event", "") != "validation")) kept += line + '\n';
     }
   }
   if (!kept.empty()) {  // beside it first: a run that is killed here loses nothing

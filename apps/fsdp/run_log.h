@@ -16,7 +16,8 @@ class RunLog {
   // UsageError naming the path.
   explicit RunLog(const std::filesystem::path& path);
 
-  // The run begins: what an earlier one left in the file goes, all of it or what came after the first `steps` steps.
+  // The run begins: what an earlier one left in the file goes, all of it or what came after the first `steps` steps,
+  // with the evaluation at that point, which the run makes again.
   void begin(std::int64_t steps);
 
   void step(const StepResult& result);

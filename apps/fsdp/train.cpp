@@ -72,8 +72,11 @@ void report(const TrainJob& job, const TrainCommand& command, const RunResult& r
 std::string what_must_agree(const TrainJob& job) {
   std::string text;
   for (const Field& field : config_fields()) {
-    if (field.key != "data.files" && field.key != "run.log_interval" && !field.key.starts_with("checkpoint."))
-      text += fmt::format("{} = {}\n", field.key, shown_value(field, job.config));
+    if (field.key == "data.files" || field.key == "run.log_interval" || field.key == "checkpoint.keep") continue;
+    auto value = shown_value(field, job.config);
+    const bool a_path = field.key == "checkpoint.folder" || field.key == "checkpoint.weights";  // spelled in some way
+    if (a_path && value != "\"\"") value = "a path";
+    text += fmt::format("{} = {}\n", field.key, value);
   }
   return text + fmt::format("training tokens = {}\nheld out tokens = {}\ndigest of the first sequences = {:x}, {:x}\n",
                             job.data->train_tokens(), job.data->validation_tokens(),

@@ -91,7 +91,8 @@ RunResult Trainer::run() {
   if (!start.from.empty()) print(fmt::format("weights from {}, after {} steps", start.from.string(), start.steps));
   batches_ = std::make_unique<data::BatchPrefetcher>([this](std::int64_t step) { return make_batches(step); },
                                                      first_step_, run.steps);
-  for (std::int64_t index = first_step_; index < run.steps; ++index) {
+  if (first_step_ > 0 && evaluation_is_due(first_step_)) evaluate(first_step_);  // the stop may have come before it
+  for (std::int64_t index = first_step_; index < run.steps && !result_.interrupted; ++index) {
     profiler_->before_step(index - first_step_);
     StepResult step_result;
     const Stop stop = step(index, step_result);
@@ -111,7 +112,7 @@ RunResult Trainer::run() {
       result_.out_of_time = stop.out_of_time && !stop.interrupted;
       break;
     }
-    if (run.eval_interval > 0 && result_.steps % run.eval_interval == 0 && result_.steps < run.steps) {
+    if (evaluation_is_due(result_.steps)) {
       evaluate(result_.steps);
       if (result_.interrupted) break;
     }
@@ -217,6 +218,11 @@ at::Tensor Trainer::compute(const std::vector<BatchTensors>& batches) {
   optimizer_->zero_grad();
   model_->after_step();
   return at::stack({loss_sum, norm.to(at::kDouble)});
+}
+
+bool Trainer::evaluation_is_due(std::int64_t steps_done) const {
+  const auto& run = config_.run;
+  return run.eval_interval > 0 && steps_done % run.eval_interval == 0 && steps_done < run.steps;
 }
 
 void Trainer::evaluate(std::int64_t steps_done) {

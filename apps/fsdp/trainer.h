@@ -23,7 +23,7 @@
 
 namespace fsdp::app {
 
-// Shared by the ranks; they outlive all trainers.
+// Shared by the ranks; what it refers to outlives all trainers.
 struct TrainShared {
   const TrainConfig& config;
   const data::TokenDataset& data;
@@ -54,6 +54,7 @@ class Trainer {
   [[nodiscard]] at::Tensor compute(const std::vector<BatchTensors>& batches);
   // The batches on the device; with run.capture always in the same tensors.
   [[nodiscard]] const std::vector<BatchTensors>& load(data::BatchPrefetcher::Batches batches);
+  [[nodiscard]] bool evaluation_is_due(std::int64_t steps_done) const;
   void evaluate(std::int64_t steps_done);
   void finish_checkpoint();
   void report(const StepResult& result);
@@ -62,7 +63,7 @@ class Trainer {
   [[nodiscard]] bool leads() const { return world_.rank() == Rank(0); }
 
   World world_;
-  const TrainShared& shared_;
+  const TrainShared shared_;
   const TrainConfig& config_;
   Agreement agreement_;
   std::unique_ptr<TrainedModel> model_;

@@ -13,6 +13,7 @@
 #include <set>
 #include <span>
 #include <thread>
+#include <unordered_map>
 
 #include "fsdp/base/check.h"
 #include "fsdp/checkpoint/checkpoint_folder.h"
@@ -70,6 +71,8 @@ std::vector<LocalTensor> own_tensors(std::vector<LocalBlock> blocks, const RankS
 // To the host as it is written, unless it is there.
 void write_rank_file(const fs::path& folder, int rank, const std::vector<LocalTensor>& tensors,
                      const std::atomic<bool>& given_up) {
+  FSDP_CHECK(fs::is_directory(folder), Error,
+             "rank 0 has made {}, and this rank does not see it: it must be one folder for all ranks", folder.string());
   SafetensorsHeader header;
   for (const auto& t : tensors) {
     header.entries.push_back({.name = t.elements.empty() ? t.key : fmt::format("{}@{}", t.key, t.elements.begin),
@@ -77,7 +80,7 @@ void write_rank_file(const fs::path& folder, int rank, const std::vector<LocalTe
                               .sizes = {t.values.numel()},
                               .bytes = static_cast<std::int64_t>(t.values.nbytes())});
   }
-  header.metadata["format"] = "pieces of a libfsdp checkpoint: see index.json";
+  header.metadata["format"] = kPiecesFormat;
   data::PartFile file(TensorIndex::rank_file(folder, rank));
   const std::string start = make_safetensors_header(header);
   file.append(std::as_bytes(std::span(start)));
@@ -221,6 +224,8 @@ Checkpoint::~Checkpoint() {
 
 void Checkpoint::add_tensor(const std::string& name, const at::Tensor& tensor) {
   FSDP_CHECK(tensor.defined(), UsageError, "the tensor \"{}\" is undefined", name);
+  for (const auto& [other, value] : impl_->added)
+    FSDP_CHECK(other != name, UsageError, "add_tensor: a tensor \"{}\" was added before", name);
   impl_->added.emplace_back(name, tensor);
 }
 
@@ -306,6 +311,7 @@ LoadResult Checkpoint::load(const fs::path& folder, const LoadOptions& options) 
   LocalState state;
   std::vector<std::int64_t> claims;   // of this rank, then what index it has opened
   std::vector<std::int64_t> claimed;  // [key of the index] 1: this rank wants it
+  std::unordered_map<const StoredTensor*, std::size_t> numbers;
   std::vector<std::pair<const LocalTensor*, std::string>> reads;
   std::vector<at::Tensor> zeros;
   const auto stored_key = [&](const std::string& key) {
@@ -322,13 +328,16 @@ LoadResult Checkpoint::load(const fs::path& folder, const LoadOptions& options) 
     if (found == index.tensors().end()) {
       if (of_optimizer)
         zeros.push_back(tensor.values);
-      else
+      else if (options.optimizer || !tensor.key.starts_with("tensors/"))
         result.missing.push_back(key.substr(key.find('/') + 1));
       return;
     }
     FSDP_CHECK(found->second.sizes == tensor.sizes, UsageError, "\"{}\" has sizes {} here, and {} in {}", tensor.key,
                text_of(tensor.sizes), text_of(found->second.sizes), folder.string());
-    claimed[static_cast<std::size_t>(std::distance(index.tensors().begin(), found))] = 1;
+    FSDP_CHECK(c10::isFloatingType(dtype_of(found->second.dtype)) == c10::isFloatingType(tensor.values.scalar_type()),
+               UsageError, "\"{}\" is {} here, and {} in {}", tensor.key, c10::toString(tensor.values.scalar_type()),
+               found->second.dtype, folder.string());
+    claimed[numbers.at(&found->second)] = 1;
     reads.emplace_back(&tensor, key);
   };
   const bool with_optimizer = impl_->optimizer != nullptr && options.optimizer;
@@ -356,6 +365,7 @@ LoadResult Checkpoint::load(const fs::path& folder, const LoadOptions& options) 
   impl_->ranks.all([&] {
     state = local_state(impl_->context, impl_->optimizer, impl_->added, all_claims);
     claimed.resize(index.tensors().size());
+    for (const auto& [key, tensor] : index.tensors()) numbers.emplace(&tensor, numbers.size());
     if (with_optimizer) check_state_kinds(index, *impl_->optimizer);
     for (const auto& block : state.blocks) {
       for (const auto& tensor : block.tensors) plan(tensor);
@@ -368,8 +378,8 @@ LoadResult Checkpoint::load(const fs::path& folder, const LoadOptions& options) 
   claimed = impl_->ranks.maximum(std::move(claimed));
   std::size_t number = 0;
   for (const auto& [key, tensor] : index.tensors()) {
-    if (claimed[number++] == 0 && !key.starts_with("optimizer/"))
-      result.unused.push_back(key.substr(key.find('/') + 1));
+    const bool counts = !key.starts_with("optimizer/") && (options.optimizer || !key.starts_with("tensors/"));
+    if (claimed[number++] == 0 && counts) result.unused.push_back(key.substr(key.find('/') + 1));
   }
   FSDP_CHECK(!options.strict || result.unused.empty(), UsageError, "{} has {} that the model lacks: {}",
              folder.string(), result.unused.size(), some_of(result.unused));

@@ -59,7 +59,8 @@ class Checkpoint {
   Checkpoint(const Checkpoint&) = delete;
   Checkpoint& operator=(const Checkpoint&) = delete;
 
-  // A further tensor to save and load, in place: whole, equal on all ranks that add it (ranks of other pipeline stages
+  // A further tensor to save and load, in place: whole, equal on all ranks that add it, as buffers must be too: one
+  // rank's are kept (ranks of other pipeline stages
   // add others). For state that is neither parameter nor buffer.
   void add_tensor(const std::string& name, const at::Tensor& tensor);
 

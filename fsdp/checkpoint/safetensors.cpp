@@ -31,7 +31,7 @@ constexpr std::array<std::pair<std::string_view, std::int64_t>, 12> kDtypes{{{"F
                                                                              {"F8_E4M3", 1},
                                                                              {"F8_E5M2", 1}}};
 
-SafetensorsEntry entry_of(const std::string& name, const nlohmann::ordered_json& value, std::int64_t data,
+SafetensorsEntry entry_of(const std::string& name, const nlohmann::json& value, std::int64_t data,
                           const std::filesystem::path& path) {
   SafetensorsEntry entry;
   std::int64_t end = 0;
@@ -81,7 +81,7 @@ SafetensorsHeader read_safetensors_header(const std::filesystem::path& path) {
   std::string text(length, '\0');
   file.read(text.data(), static_cast<std::streamsize>(length));
   FSDP_CHECK(file.good(), UsageError, "{}: reading the header failed", path.string());
-  const auto json = nlohmann::ordered_json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
   FSDP_CHECK(json.is_object(), UsageError, "{} is no safetensors file: its header is no JSON object", path.string());
 
   SafetensorsHeader header;
@@ -112,14 +112,14 @@ SafetensorsHeader read_safetensors_header(const std::filesystem::path& path) {
 }
 
 std::string make_safetensors_header(SafetensorsHeader& header) {
-  nlohmann::ordered_json json = nlohmann::ordered_json::object();
+  nlohmann::json json = nlohmann::json::object();
   if (!header.metadata.empty()) json["__metadata__"] = header.metadata;
   std::int64_t end = 0;
   for (const auto& entry : header.entries) {
     json[entry.name] = {{"dtype", entry.dtype}, {"shape", entry.sizes}, {"data_offsets", {end, end + entry.bytes}}};
     end += entry.bytes;
   }
-  std::string text = json.dump();
+  std::string text = json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   text.resize((text.size() + kAlignment - 1) / kAlignment * kAlignment, ' ');
   FSDP_CHECK(static_cast<std::int64_t>(text.size()) <= kLongestHeader, UsageError,
              "{} tensors need a header of {} bytes, a safetensors file has at most {}", header.entries.size(),

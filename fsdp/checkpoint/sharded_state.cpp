@@ -76,10 +76,12 @@ LocalTensor piece_of_whole(std::string key, std::vector<std::int64_t> sizes, std
 }
 
 LocalTensor whole_tensor(std::string key, const at::Tensor& tensor, const Partition& partition) {
-  FSDP_CHECK(tensor.is_contiguous(), UsageError, "\"{}\" is not contiguous and cannot be stored in place", key);
+  FSDP_CHECK(tensor.is_non_overlapping_and_dense(), UsageError,
+             "\"{}\" is a part of another tensor's memory and cannot be stored in place: make it contiguous", key);
   const auto sizes = tensor.sizes().vec();
-  return piece_of_whole(std::move(key), sizes, row_major_strides(sizes), {0, tensor.numel()},
-                        tensor.detach().view({-1}), partition);
+  return piece_of_whole(std::move(key), sizes,
+                        tensor.is_contiguous() ? row_major_strides(sizes) : tensor.strides().vec(), {0, tensor.numel()},
+                        tensor.detach().as_strided({tensor.numel()}, {1}), partition);
 }
 
 std::int64_t signature_of(const std::vector<LocalTensor>& tensors) {

@@ -60,6 +60,23 @@ StoredTensor tensor_of(const json& value) {
   return tensor;
 }
 
+// Whether each element has one place of its own, from the first on.
+bool are_dense(const StoredTensor& tensor) {
+  if (tensor.sizes.size() != tensor.strides.size()) return false;
+  std::vector<std::pair<std::int64_t, std::int64_t>> axes;  // (stride, size)
+  for (std::size_t i = 0; i < tensor.sizes.size(); ++i) {
+    if (tensor.sizes[i] < 0) return false;
+    if (tensor.sizes[i] == 0) return true;
+    if (tensor.sizes[i] > 1) axes.emplace_back(tensor.strides[i], tensor.sizes[i]);
+  }
+  std::sort(axes.begin(), axes.end());
+  std::int64_t expected = 1;
+  for (const auto& [stride, size] : axes) {
+    if (stride != expected || __builtin_mul_overflow(expected, size, &expected)) return false;
+  }
+  return true;
+}
+
 void sort_pieces(StoredTensor& tensor) {
   std::sort(tensor.pieces.begin(), tensor.pieces.end(),
             [](const auto& a, const auto& b) { return a.elements.begin < b.elements.begin; });
@@ -103,7 +120,7 @@ TensorIndex TensorIndex::open(const fs::path& path) {
     index.add_plain_file(path, nullptr);
   } else if (is_checkpoint(path)) {
     index.read_checkpoint();
-  } else if (fs::exists(path / kPlainIndex)) {
+  } else if (fs::is_regular_file(path / kPlainIndex)) {
     std::map<std::string, std::vector<std::string>> names_of_file;
     const json value = read_json(path / kPlainIndex);
     try {
@@ -129,11 +146,11 @@ TensorIndex TensorIndex::open(const fs::path& path) {
 void TensorIndex::read_checkpoint() {
   const fs::path file = path_ / kIndexFile;
   const json value = read_json(file);
-  FSDP_CHECK(value.value("format", "") == kFormat, UsageError, "{} is not the index of a checkpoint", file.string());
-  FSDP_CHECK(value.value("version", 0) == kVersion, UsageError,
-             "{} has version {} of the format, this library reads version {}", file.string(), value.value("version", 0),
-             kVersion);
   try {
+    FSDP_CHECK(value.at("format") == kFormat, UsageError, "{} is not the index of a checkpoint", file.string());
+    FSDP_CHECK(value.at("version") == kVersion, UsageError,
+               "{} has version {} of the format, this library reads version {}", file.string(),
+               value.at("version").dump(), kVersion);
     ranks_ = value.at("ranks");
     attributes_ = value.at("attributes").get<std::map<std::string, std::string>>();
     for (const auto& item : value.at("files"))
@@ -147,6 +164,9 @@ void TensorIndex::read_checkpoint() {
 
 void TensorIndex::add_plain_file(const fs::path& path, const std::vector<std::string>* names) {
   const auto header = read_safetensors_header(path);
+  const auto format = header.metadata.find("format");
+  FSDP_CHECK(format == header.metadata.end() || format->second != kPiecesFormat, UsageError,
+             "{} is what one rank wrote of a checkpoint: name the folder", path.string());
   const int file = static_cast<int>(files_.size());
   files_.push_back({path, static_cast<std::int64_t>(fs::file_size(path))});
   std::set<std::string> wanted;
@@ -154,7 +174,7 @@ void TensorIndex::add_plain_file(const fs::path& path, const std::vector<std::st
   for (const auto& entry : header.entries) {
     if (names != nullptr && wanted.erase(entry.name) == 0) continue;
     StoredTensor tensor{.dtype = entry.dtype, .sizes = entry.sizes, .strides = row_major_strides(entry.sizes)};
-    tensor.pieces.push_back({file, entry.begin, {0, tensor.elements()}, {}});
+    if (tensor.elements() > 0) tensor.pieces.push_back({file, entry.begin, {0, tensor.elements()}, {}});
     FSDP_CHECK(tensors_.emplace("weights/" + entry.name, std::move(tensor)).second, UsageError,
                "{}: tensor \"{}\" is there twice", path.string(), entry.name);
   }
@@ -179,6 +199,8 @@ void TensorIndex::check_pieces() {
     sort_pieces(tensor);
     const std::int64_t width = element_bytes(tensor.dtype);
     FSDP_CHECK(width > 0, UsageError, "{}: \"{}\" has the unknown dtype \"{}\"", path_.string(), key, tensor.dtype);
+    FSDP_CHECK(are_dense(tensor), UsageError, "{} is damaged: \"{}\" has impossible sizes or strides", path_.string(),
+               key);
     std::int64_t end = 0;
     for (const auto& piece : tensor.pieces) {
       FSDP_CHECK(piece.elements.begin == end && !piece.elements.empty(), UsageError,
@@ -186,7 +208,8 @@ void TensorIndex::check_pieces() {
                  std::min(end, piece.elements.begin), std::max(end, piece.elements.begin));
       end = piece.elements.end;
       FSDP_CHECK(piece.file >= 0 && piece.file < static_cast<int>(files_.size()) && piece.offset >= 0 &&
-                     piece.offset + piece.elements.length() * width <= files_[piece.file].bytes,
+                     piece.elements.length() <= files_[piece.file].bytes / width &&
+                     piece.offset <= files_[piece.file].bytes - piece.elements.length() * width,
                  UsageError, "{}: a piece of \"{}\" lies outside of its file", path_.string(), key);
     }
     FSDP_CHECK(end == tensor.elements() || (tensor.elements() == 0 && end == 0), UsageError,

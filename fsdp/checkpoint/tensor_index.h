@@ -16,7 +16,8 @@
 namespace fsdp::checkpoint {
 
 inline constexpr const char* kIndexFile = "index.json";
-inline constexpr std::int64_t kChecksumBlock = 16 << 20;  // bytes
+inline constexpr const char* kPiecesFormat = "pieces of a libfsdp checkpoint: see index.json";  // in a rank's file
+inline constexpr std::int64_t kChecksumBlock = 16 << 20;                                        // bytes
 
 struct StoredPiece {
   int file = 0;                          // index into TensorIndex::files

@@ -51,6 +51,19 @@ done
 run "${tiny[@]}" --set run.steps=30 --set "checkpoint.folder=$work/zero3" || fail "nothing left to do is no error"
 grep -q "validation loss" "$work/out" || fail "a finished run is evaluated again"
 
+# Experts over other ranks: steps of the optimizer come along.
+cp -r "$work/moe" "$work/moe4"
+rm -r "$work/moe4/step-00000030"
+run "${tiny[@]}" --ranks 4 --set model.preset=tiny-moe --set run.microbatches=2 --set parallel.expert_ranks=4 --set model.bias_rate=0.01 \
+  --set run.steps=30 --set "checkpoint.folder=$work/moe4" --log "$work/moe4.jsonl" || fail "experts over more ranks"
+python3 - "$work/moe-whole.jsonl" "$work/moe4.jsonl" <<'PY' || fail "experts over more ranks: the losses"
+import json, sys
+whole, later = ({line["step"]: line for line in map(json.loads, open(path)) if line["event"] == "step"} for path in sys.argv[1:])
+assert len(later) == 6, sorted(later)
+for step, line in later.items():
+    assert abs(line["loss"] - whole[step]["loss"]) < 1e-4, (step, line, whole[step])
+PY
+
 # On other numbers of ranks: the same state, so nearly the same losses.
 for ranks in 1 4; do
   cp -r "$work/zero3" "$work/on$ranks"
@@ -90,10 +103,29 @@ wait $process
 [ $? = 130 ] || fail "Ctrl-C: exit code"
 [ "$(ls "$work/stopped" | wc -l)" = 1 ] || fail "Ctrl-C: no checkpoint"
 
+# Two runs do not share a folder; the first goes on.
+"$fsdp" "${tiny[@]}" --set run.steps=1000000 --set "checkpoint.folder=$work/shared" --set checkpoint.interval=1 --log "$work/shared.jsonl" >"$work/first" 2>&1 &
+process=$!
+until grep -q '"event":"checkpoint"' "$work/shared.jsonl" 2>/dev/null || ! kill -0 $process 2>/dev/null; do sleep 0.05; done
+for i in 1 2 3; do expect_error 1 "another run is using $work/shared" "${tiny[@]}" --set run.steps=2 --set "checkpoint.folder=$work/shared"; done
+before=$(grep -c '"event":"checkpoint"' "$work/shared.jsonl")
+until [ "$(grep -c '"event":"checkpoint"' "$work/shared.jsonl")" -gt $((before + 3)) ] || ! kill -0 $process 2>/dev/null; do sleep 0.05; done
+kill -0 $process || fail "a second run on the folder ended the first: $(tail -3 "$work/first")"
+kill -INT $process
+wait $process
+
+# Evaluations around a stop: each once.
+evaluated=("${tiny[@]}" --ranks 2 --set run.eval_interval=5 --set "checkpoint.folder=$work/evaluated" --log "$work/evaluated.jsonl")
+run "${evaluated[@]}" --set run.steps=10 && run "${evaluated[@]}" --set run.steps=20 && run "${evaluated[@]}" --set run.steps=20 || fail "evaluations"
+[ "$(grep '"event":"validation"' "$work/evaluated.jsonl" | grep -o '"step":[0-9]*' | tr -dc '0-9\n' | xargs)" = "5 10 15 20" ] ||
+  fail "evaluations after a stop: $(grep validation "$work/evaluated.jsonl")"
+
 # What would not be the same run.
 again=("${tiny[@]}" --ranks 2 --set run.steps=40 --set "checkpoint.folder=$work/zero3")
 expect_error 1 "run.seed = 1, and it is 5 now" "${again[@]}" --set run.seed=5
 expect_error 1 "run.batch = 8, and it is 16 now" "${again[@]}" --set run.batch=16
+tr a e <"$work/text" >"$work/other"
+expect_error 1 "the digest of the first sequences" "${again[@]}" --set "data.files=[\"$work/other\"]"
 expect_error 1 "has sizes" "${again[@]}" --set model.ffn_width=80
 expect_error 1 "lacks" "${again[@]}" --set model.layers=3
 expect_error 1 "checkpoint.resume is false" "${again[@]}" --set checkpoint.resume=false
@@ -132,6 +164,8 @@ run checkpoint export "$from" --output "$work/half.safetensors" --dtype bf16 || 
 [ $(($(stat -c %s "$work/half.safetensors") * 18 / 10)) -lt "$(stat -c %s "$work/own.safetensors")" ] || fail "bf16 is not smaller"
 expect_error 1 "lacks" "${tiny[@]}" --set run.steps=1 --set "checkpoint.weights=$work/llama.safetensors"
 expect_error 2 "--output" checkpoint export "$from" --output "$from/rank-00000.safetensors"
+expect_error 2 "--output" checkpoint export "$from" --output "$from/index.json"
+expect_error 1 "name the folder" "${tiny[@]}" --set run.steps=1 --set "checkpoint.weights=$from/rank-00000.safetensors"
 
 [ $failures = 0 ] && echo "all as expected"
 exit $((failures > 0))
