@@ -7,6 +7,7 @@
 #include <fsdp/pipeline/step_driver.h>
 #include <torch/torch.h>
 
+#include <cmath>
 #include <iostream>
 
 namespace {
@@ -22,8 +23,8 @@ constexpr int kLayers = 2;
 // The experts that this rank holds.
 struct ExpertsImpl : torch::nn::Module {
   explicit ExpertsImpl(std::int64_t own) {
-    up = register_parameter("up", torch::randn({own, kExpertWidth, kWidth}) / 6);
-    down = register_parameter("down", torch::randn({own, kWidth, kExpertWidth}) / 7);
+    up = register_parameter("up", torch::empty({own, kExpertWidth, kWidth}));
+    down = register_parameter("down", torch::empty({own, kWidth, kExpertWidth}));
   }
   torch::Tensor forward(const torch::Tensor& x, std::vector<std::int64_t> rows) {
     const auto groups = fsdp::row_groups(std::move(rows), x.device());
@@ -48,6 +49,15 @@ class Model final : public pipeline::StagedModel {
     for (int i = 0; i < kLayers; ++i)
       layers_.push_back(root_->register_module("layer" + std::to_string(i), Layer(exchange_->own_experts())));
     head_ = root_->register_module("head", fsdp::nn::Linear(kWidth, 1));
+    // Each expert rank has its own experts; of all else rank 0's values are taken.
+    auto generator = torch::make_generator<torch::CPUGeneratorImpl>(100 + mesh.coordinate(mesh.axis_index("ep")));
+    torch::NoGradGuard no_grad;
+    for (auto& p : root_->parameters()) {
+      if (p.dim() > 1)
+        p.normal_(0, 1 / std::sqrt(static_cast<double>(p.size(-1))), generator);
+      else
+        p.zero_();
+    }
   }
 
   void shard(fsdp::FsdpContext& context) {
