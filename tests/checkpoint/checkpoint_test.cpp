@@ -141,6 +141,17 @@ TEST_F(CheckpointTest, ASaveInTheBackgroundHoldsTheStateOfItsBegin) {
     for (int i = 0; i < 5; ++i) checkpoint.begin_save(in("back-to-back-" + std::to_string(i % 2)));
   });  // the last one is not finished
   expect_equal(everything_in(in("two")), everything_in(in("background")), "in the background");
+  on({}, [&](World world) {  // what is written last changes while what is large is written before it
+    TestRun run(world, {});
+    Checkpoint checkpoint(*run.context);
+    at::Tensor last = at::zeros({3});
+    checkpoint.add_tensor("large", at::zeros({40'000'000}));
+    checkpoint.add_tensor("last", last);
+    checkpoint.begin_save(in("large"));
+    last.fill_(7);
+    checkpoint.finish_save();
+  });
+  EXPECT_EQ(everything_in(in("large")).at("tensors/last").sum().item<float>(), 0);
   EXPECT_TRUE(TensorIndex::is_checkpoint(in("back-to-back-1")));
   EXPECT_TRUE(TensorIndex::is_checkpoint(in("back-to-back-0"))) << "the one before stays when a save is given up";
   EXPECT_FALSE(fs::exists(in("back-to-back-0.part")));
