@@ -1,21 +1,12 @@
 #include "apps/fsdp/agreement.h"
 
-#include <numeric>
+#include "fsdp/mesh/all_hosts.h"
 
 namespace fsdp::app {
-namespace {
-
-std::vector<int> all_ranks(int size) {
-  std::vector<int> ranks(size);
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
-}
-
-}  // namespace
 
 Agreement::Agreement(const World& world)
     : runtime_(*world.host().runtime()),
-      communicator_(world.host().create_communicator(all_ranks(world.size()), "agreement")),
+      communicator_(all_hosts(world, "agreement")),
       stream_(world.host().runtime()->make_stream("agreement")) {
   communicator_.set_inline_limit(Bytes(1024));
 }

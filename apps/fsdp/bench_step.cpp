@@ -19,6 +19,7 @@
 #include "apps/fsdp/console.h"
 #include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
+#include "fsdp/mesh/all_hosts.h"
 #include "fsdp/mesh/cuda_world.h"
 #include "fsdp/mesh/device_mesh.h"
 #include "fsdp/mesh/spawn_ranks.h"
@@ -270,7 +271,7 @@ class StepMode final : public Mode {
   // Real ranks start each step together.
   void meet() {
     if (world_.backend_name() != "nccl") return;
-    if (!hosts_) hosts_ = world_.host().create_communicator(all_ranks(world_.size()), "bench");
+    if (!hosts_) hosts_ = all_hosts(world_, "bench");
     const Stream stream = world_.host().runtime()->compute_stream();
     hosts_.barrier(stream, "bench");
   }

@@ -16,12 +16,12 @@
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <numeric>
 #include <optional>
 #include <vector>
 
 #include "apps/fsdp/console.h"
 #include "fsdp/base/check.h"
+#include "fsdp/mesh/all_hosts.h"
 #include "fsdp/mesh/cuda_world.h"
 #include "fsdp/mesh/device_mesh.h"
 #include "fsdp/mesh/spawn_ranks.h"
@@ -120,12 +120,6 @@ class Bare final : public TrainMode {
   std::vector<at::Tensor> weights_, main_, gradients_, first_, second_, steps_;
 };
 
-Communicator every_host(const World& world) {
-  std::vector<int> ranks(static_cast<std::size_t>(world.size()));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return world.host().create_communicator(ranks, "bench");
-}
-
 }  // namespace
 
 int bench_train(const BenchTrainCommand& command) {
@@ -141,7 +135,7 @@ int bench_train(const BenchTrainCommand& command) {
   const World world = command.nccl        ? World::from_environment({.device = DeviceKind::cuda})
                       : command.ranks > 1 ? World::loopback({.size = command.ranks})
                                           : World::single({.device = DeviceKind::cuda});
-  const auto hosts = command.nccl ? every_host(world) : Communicator();
+  const auto hosts = command.nccl ? all_hosts(world, "bench") : Communicator();
   Runtime& runtime = *world.runtime();
   const auto options = at::TensorOptions().dtype(at::kLong).device(runtime.device());
   const Batch batch{at::randint(config->vocabulary, {command.sequences, command.context}, options),

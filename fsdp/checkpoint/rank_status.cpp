@@ -3,25 +3,21 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
-#include <numeric>
 
 #include "fsdp/base/check.h"
+#include "fsdp/mesh/all_hosts.h"
 
 namespace fsdp::checkpoint {
 namespace {
 
 constexpr std::size_t kText = 512;  // bytes of a rank's message; the first says whether there is one
 
-Communicator all_hosts(const World& world) {
-  std::vector<int> ranks(static_cast<std::size_t>(world.size()));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return world.host().create_communicator(ranks, "checkpoint");
-}
-
 }  // namespace
 
 RankStatus::RankStatus(const World& world)
-    : runtime_(world.host().runtime()), communicator_(all_hosts(world)), stream_(runtime_->make_stream("checkpoint")) {}
+    : runtime_(world.host().runtime()),
+      communicator_(all_hosts(world, "checkpoint")),
+      stream_(runtime_->make_stream("checkpoint")) {}
 
 void RankStatus::wait() const {
   Event done;
