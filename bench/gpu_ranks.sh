@@ -99,6 +99,7 @@ PYTHON
 # A rank that is killed in the middle of a run: the others must end, with its name, within the deadline; the same command
 # then goes on from the newest checkpoint.
 part_kill() {
+  if [ "$ranks" -lt 2 ]; then echo "gpu_ranks.sh: kill needs two GPUs or more, there are $ranks" >&2; return; fi
   local kept=(--set run.deadline_seconds=30 --set "checkpoint.folder=$work/checkpoints" --set checkpoint.interval=20)
   "$fsdp" train "${settings[@]}" "${kept[@]}" --ranks "$ranks" --log "$work/killed.jsonl" > "$work/killed" 2>&1 &
   local parent=$! victim= started

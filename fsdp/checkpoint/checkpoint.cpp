@@ -370,10 +370,8 @@ LoadResult Checkpoint::load(const fs::path& folder, const LoadOptions& options) 
     for (const auto& block : state.blocks) {
       for (const auto& tensor : block.tensors) plan(tensor);
     }
-    if (!options.strict) return;
-    std::vector<std::string> lacking = result.missing;
-    FSDP_CHECK(lacking.empty(), UsageError, "{} lacks {} of the model: {}", folder.string(), lacking.size(),
-               some_of(lacking));
+    FSDP_CHECK(!options.strict || result.missing.empty(), UsageError, "{} lacks {} of the model: {}", folder.string(),
+               result.missing.size(), some_of(result.missing));
   });
   claimed = impl_->ranks.maximum(std::move(claimed));
   std::size_t number = 0;
@@ -387,7 +385,7 @@ LoadResult Checkpoint::load(const fs::path& folder, const LoadOptions& options) 
     LocalReader reader(index);
     for (const auto& [tensor, key] : reads) reader.read(key, *tensor);
     for (auto& tensor : zeros) tensor.zero_();
-    if (impl_->optimizer == nullptr || !options.optimizer) return;
+    if (!with_optimizer) return;
     std::vector<float> steps;
     for (const auto& step : state.steps) {
       const StoredTensor* stored = index.find(step.key);
